@@ -1,0 +1,1363 @@
+#!/usr/bin/env python3
+"""Train the query tower of a two-tower dense retriever over vectors that are computed already.
+
+    python train_twotower_v4.py --pairs pairs.npz --bank bank.npz --out runs/first
+    python train_twotower_v4.py --pairs pairs.npz --bank bank.npz --dry-run
+    python train_twotower_v4.py --resume runs/first
+
+A query is a sequence of L context vectors, a document one row of the bank; the document tower is the identity. The run
+folder gets config.yaml, events.jsonl, history.json, ranks_val.npy, checkpoints/ and crash/. The same command again goes
+on with an unfinished run and begins a new folder after a finished one; it overwrites nothing.
+
+Exit codes: 0 done; 2 something the user can mend, said in one line; 3 the numbers diverged; 130 or 143 interrupted and
+saved; a native death keeps its signal.
+"""
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import fcntl
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+VERSION = "4.0.0"
+
+
+class UserError(Exception):
+    """What the user can mend: printed as one line, exit code 2."""
+
+
+# -----------------------------------------------------------------------------
+# config: one frozen dataclass is the defaults, the flags and the help
+
+def flag(group, default, text, low=None, choices=None):
+    return dataclasses.field(default=default, metadata={"group": group, "help": text, "low": low, "choices": choices})
+
+
+METRICS = ("recall@1", "recall@10", "recall@100", "recall@500", "recall@1000", "mrr")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    pairs: str = flag("data", "", "NPZ of X_train, Y_train, X_val, Y_val, or of C_train, T_train, C_val, T_val; no default")
+    bank: str = flag("data", "", "NPZ of vectors (M, D); no default")
+    keep_context: bool = flag("data", False, "rows of a query's own context are candidates and negatives; off = they are neither")
+    eval_queries: int = flag("data", 2000, "judge on a fixed sample of so many validation pairs; 0 = on all of them", 0)
+
+    cell: str = flag("model", "gru", "recurrent cell", choices=("gru", "lstm"))
+    hidden_dim: int = flag("model", 512, "state size of each direction", 1)
+    num_layers: int = flag("model", 1, "recurrent layers", 1)
+    pool: str = flag("model", "mean", "how the states become one vector", choices=("mean", "last"))
+    residual: str = flag("model", "exp", "exponentially weighted context, added to the projection; none = off", choices=("exp", "none"))
+    residual_decay: float = flag("model", 0.5, "weight of a context vector relative to the one after it; 1 = no decay")
+
+    epochs: int = flag("training", 30, "passes over the training pairs", 1)
+    bs: int = flag("training", 32, "pairs encoded at a time", 1)
+    accum: int = flag("training", 16, "micro-batches in an optimizer step; 1 = no accumulation", 1)
+    lr: float = flag("training", 1e-3, "highest learning rate")
+    lr_min: float = flag("training", 1e-5, "learning rate at the end of the cosine; 0 = down to nothing", 0)
+    warmup_steps: int = flag("training", 50, "optimizer steps of linear warm-up; 0 = none", 0)
+    wd: float = flag("training", 0.01, "weight decay; 0 = none", 0)
+    tau: float = flag("training", 0.05, "temperature that cosines are divided by; 1 = none")
+    margin: float = flag("training", 0.0, "subtracted from the positive's cosine; 0 = none", -2)
+    grad_clip: float = flag("training", 1.0, "largest gradient norm; 0 = no clipping", 0)
+    seed: int = flag("training", 0, "of the weights, the order and the samples", 0)
+
+    memory_bank_size: int = flag("negatives", 50_000, "recent positives kept as negatives; 0 = no memory bank", 0)
+    bank_negatives: int = flag("negatives", 2048, "random bank rows in each step; 0 = none", 0)
+    filter_threshold: float = flag("negatives", 0.98, "cosine to the positive above which a document is no negative; 1 = off, only equal ones")
+    mine_schedule: str = flag("negatives", "1-5:none;6-10:8@r10-100;11-:16@r1-200",
+                              "epochs:count@window by rank (r10-100) or by cosine to the positive (0.82-0.92); 1-:none = off")
+    no_mining: bool = flag("negatives", False, "mine no hard negatives, whatever the schedule says; off = mine")
+    search: str = flag("negatives", "faiss", "faiss = in a worker process, torch steps in if it dies; torch = no worker", choices=("faiss", "torch"))
+
+    device: str = flag("machine", "cpu", "where the tower runs; auto = the first of cuda, mps, cpu", choices=("cpu", "mps", "cuda", "auto"))
+    threads: int = flag("machine", 0, "threads of torch and FAISS; 0 = as OMP_NUM_THREADS says, or all cores", 0)
+    workers: int = flag("machine", 0, "processes that read batches; 0 = none, the trainer reads them", 0)
+
+    out: str = flag("run", "runs/twotower_v4", "folder of the run")
+    log_dir: str = flag("run", "logs", "folder of the log files; none = no log file")
+    resume: str = flag("run", "", "run folder or checkpoint to go on from, with its flags as defaults; empty = as --out says")
+    metric: str = flag("run", "recall@500", "what the best epoch is chosen by", choices=METRICS)
+    ckpt_seconds: float = flag("run", 60.0, "time between checkpoints within an epoch; 0 = after each step", 0)
+    max_bad_steps: int = flag("run", 10, "steps in a row with a non-finite loss or gradient that end the run; 0 = never", 0)
+    max_steps: int = flag("run", 0, "optimizer steps after which the run is done; 0 = all of the epochs", 0)
+    dry_run: bool = flag("run", False, "check the data, time three steps, print the plan, leave nothing behind; off = train")
+
+
+FIELDS = dataclasses.fields(Config)
+# what may differ between two starts without making it another run (the data files are compared by content)
+NOT_IDENTITY = {"out", "log_dir", "resume", "dry_run", "ckpt_seconds", "workers", "threads", "search", "max_bad_steps", "pairs", "bank"}
+MODEL_FLAGS = ("cell", "hidden_dim", "num_layers", "pool", "residual")
+
+
+def option(name):
+    return "--" + name.replace("_", "-")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message} (--help lists the flags)")
+
+
+def parse_flags(argv):
+    """The flags that were given, and only those."""
+    parser = OneLineParser(prog="train_twotower_v4.py", description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+                           formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s --pairs NPZ --bank NPZ [flags]")
+    parser.add_argument("--version", action="version", version=f"train_twotower_v4 {VERSION}")
+    groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(f.metadata["group"] for f in FIELDS)}
+    for f in FIELDS:
+        group, text, choices = groups[f.metadata["group"]], f.metadata["help"], f.metadata["choices"]
+        if isinstance(f.default, bool):
+            group.add_argument(option(f.name), action="store_true", help=text)
+        else:
+            group.add_argument(option(f.name), type=type(f.default), choices=choices, metavar=None if choices else type(f.default).__name__.upper(),
+                               help=text + (f" [{f.default}]" if f.default != "" else ""))
+    return vars(parser.parse_args(argv))
+
+
+def make_config(given):
+    """The whole config: given flags over those of the run to resume, over the defaults; each value checked."""
+    stored = read_config(find_resume(given["resume"])[0] / "config.yaml") if given.get("resume") else {}
+    keep = {f.name for f in FIELDS} - {"out", "resume", "dry_run"}
+    cfg = Config(**({k: v for k, v in stored.items() if k in keep} | given))
+    for name in ("pairs", "bank"):
+        if not getattr(cfg, name):
+            raise UserError(f"--{name} is missing: give the NPZ file of the {'training pairs' if name == 'pairs' else 'documents'}")
+    for f in FIELDS:
+        if f.metadata["low"] is not None and not getattr(cfg, f.name) >= f.metadata["low"]:
+            raise UserError(f"{option(f.name)} is {getattr(cfg, f.name)}, expected at least {f.metadata['low']}")
+    for name, high in (("lr", 1e3), ("tau", 1e3), ("residual_decay", 1), ("filter_threshold", 1)):
+        if not 0 < getattr(cfg, name) <= high:
+            raise UserError(f"{option(name)} is {getattr(cfg, name)}, expected above 0 and at most {high:g}")
+    if cfg.lr_min > cfg.lr:
+        raise UserError(f"--lr-min {cfg.lr_min:g} is above --lr {cfg.lr:g}")
+    parse_schedule(cfg.mine_schedule, cfg.epochs)
+    return cfg
+
+
+@dataclasses.dataclass(frozen=True)
+class MineRule:
+    first: int
+    last: float            # inf = to the end
+    count: int = 0         # 0 = no mining in these epochs
+    kind: str = ""         # rank or cosine
+    low: float = 0
+    high: float = 0
+
+
+def parse_schedule(text, epochs):
+    """`1-5:none;6-10:8@r10-100;11-:16@0.82-0.92` -> rules that cover each epoch once."""
+    rules, expected = [], 1
+    for part in text.split(";"):
+        number = r"(\d+(?:\.\d+)?)"
+        m = re.fullmatch(rf"\s*(\d+)-(\d*):(?:none|(\d+)@(?:r(\d+)-(\d+)|{number}-{number}))\s*", part)
+        if not m:
+            raise UserError(f"--mine-schedule: can't read '{part}', expected like 6-10:8@r10-100, 11-:16@0.82-0.92 or 1-5:none")
+        first, last = int(m[1]), int(m[2]) if m[2] else float("inf")
+        if first != expected or last < first:
+            what = "overlap" if first < expected else "gap"
+            raise UserError(f"--mine-schedule: '{part}' leaves a {what}: it must begin at epoch {expected} and not end before it begins")
+        rule = MineRule(first, last)
+        if m[3]:
+            rule = MineRule(first, last, int(m[3]), *(("rank", int(m[4]), int(m[5])) if m[4] else ("cosine", float(m[6]), float(m[7]))))
+            good = 1 <= rule.low <= rule.high if rule.kind == "rank" else rule.low < rule.high <= 1
+            if not (good and rule.count):
+                raise UserError(f"--mine-schedule: '{part}' has an empty window (ranks count from 1, cosines end at 1)")
+        rules.append(rule)
+        expected = last + 1
+    if expected <= epochs:
+        raise UserError(f"--mine-schedule: leaves a gap from epoch {expected} to --epochs {epochs}; write {rules[-1].first}- in its last part")
+    return rules
+
+
+def rule_for(cfg, epoch):
+    rule = next(r for r in parse_schedule(cfg.mine_schedule, cfg.epochs) if r.first <= epoch <= r.last)
+    return rule if rule.count and not cfg.no_mining else None
+
+
+def device_rules(device, accum, available):
+    """What --device means on a machine with these accelerators -> (device, warnings). Pure: any machine can ask for mps."""
+    if device == "auto":
+        device = next(d for d in ("cuda", "mps", "cpu") if d in available or d == "cpu")
+    if device != "cpu" and device not in available:
+        raise UserError(f"--device {device}: there is none on this machine; run ./launch_v4_cpu.sh, or give --device cpu")
+    risky = device == "mps" and accum > 4
+    return device, [f"--accum {accum} on MPS: runs with 32 accumulated backward passes died silently at batches 117 and 927; "
+                    "./launch_v4_mps_safe.sh has --accum 4"] if risky else []
+
+
+def learning_rate(cfg, update, total):
+    """Linear warm-up, then a cosine down to --lr-min; by optimizer step, the first one is 0."""
+    warmup = min(cfg.warmup_steps, total // 2)               # a short run still sees its highest rate
+    if update < warmup:
+        return cfg.lr * (update + 1) / warmup
+    done = min(1.0, (update - warmup) / max(1, total - 1 - warmup))
+    return cfg.lr_min + (cfg.lr - cfg.lr_min) * 0.5 * (1 + float(np.cos(np.pi * done)))
+
+
+# -----------------------------------------------------------------------------
+# disk: the only code that replaces files; a reader sees the old file or the new one, never half of one
+
+class Disk:
+    @staticmethod
+    def replace(path, data, keep_previous=False):
+        """Write bytes, or what a function writes to a binary file, under a temporary name; then rename."""
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "wb") as f:
+                data(f) if callable(data) else f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            if keep_previous and path.exists():
+                os.replace(path, previous_generation(path))
+            os.replace(temporary, path)
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def previous_generation(path):
+    return path.with_name(f"{path.stem}.prev{path.suffix}")
+
+
+def find_resume(path):
+    """--resume -> (run folder, checkpoint)."""
+    path = Path(path)
+    folder, checkpoint = (path, path / "checkpoints" / "last.pt") if path.is_dir() else (path.parent.parent, path)
+    if not checkpoint.is_file() and not previous_generation(checkpoint).is_file():
+        raise UserError(f"--resume {path}: there is no checkpoint; give a run folder or one of its checkpoints/*.pt")
+    return folder, checkpoint
+
+
+def write_config(path, values):
+    Disk.replace(path, "".join(f"{k}: {json.dumps(v)}\n" for k, v in values.items()).encode())
+
+
+def read_config(path):
+    try:
+        return {k: json.loads(v) for k, _, v in (line.partition(": ") for line in Path(path).read_text().splitlines())}
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; is this a run folder?") from None
+    except ValueError:
+        raise UserError(f"{path}: damaged, expected lines of `key: json`") from None
+
+
+# -----------------------------------------------------------------------------
+# data: NPZ files mapped in place, pairs in two forms, and the bank with its groups of equal rows
+
+CHUNK = 16_384                                               # bank rows handled at a time
+SCAN_LIMIT = 2 ** 30                                         # files up to this size are checked whole
+
+
+def spans(n, size):
+    return ((a, min(a + size, n)) for a in range(0, n, size))
+
+
+def npz_members(path):
+    try:
+        with zipfile.ZipFile(path) as z:
+            return [m for m in z.infolist() if m.filename.endswith(".npy")]
+    except zipfile.BadZipFile:
+        raise UserError(f"{path}: not a whole NPZ file (cut short, or no zip archive); make it again") from None
+    except OSError as e:
+        raise UserError(f"{path}: {e.strerror}") from None
+
+
+def fingerprint(path):
+    """Names, sizes and checksums from the zip's directory: they stand for the whole content, without reading it."""
+    return hashlib.sha256(repr([(m.filename, m.file_size, m.CRC) for m in npz_members(path)]).encode()).hexdigest()[:16]
+
+
+def open_npz(path, cache=None):
+    """The arrays of an NPZ, mapped in place, and the file they are in: a compressed NPZ is unpacked once, beside it or in `cache`."""
+    path, members = Path(path), npz_members(path)
+    if any(m.flag_bits & 1 for m in members):
+        raise UserError(f"{path}: is encrypted; save it with np.savez")
+    if any(m.compress_type != zipfile.ZIP_STORED for m in members):
+        path = unpack_npz(path, members, cache or path.parent)
+        members = npz_members(path)
+    return {m.filename.removesuffix(".npy"): map_member(path, m) for m in members}, path
+
+
+def map_member(path, member):
+    key = member.filename.removesuffix(".npy")
+    with open(path, "rb") as f:
+        f.seek(member.header_offset)
+        start = member.header_offset + 30 + sum(struct.unpack("<HH", f.read(30)[26:30]))
+        f.seek(start)
+        try:
+            headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+            shape, fortran, dtype = headers[np.lib.format.read_magic(f)](f)
+        except (ValueError, KeyError) as e:
+            raise UserError(f"{path}: {key} is no NumPy array ({e}); make it again") from None
+        offset = f.tell()
+    if dtype.hasobject:
+        raise UserError(f"{path}: {key} holds pickled Python objects; save plain arrays of float32, float16 or integers")
+    n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if offset - start + n_bytes != member.file_size or offset + n_bytes > os.path.getsize(path):
+        raise UserError(f"{path}: {key} is cut short, {shape} needs {n_bytes:,} bytes; make it again")
+    if n_bytes == 0:                                         # nothing to map
+        return np.empty(shape, dtype)
+    return np.memmap(path, dtype, "r", offset, shape, "F" if fortran else "C")
+
+
+def unpack_npz(path, members, folder):
+    """Store a compressed NPZ uncompressed, under a name that its size, time and checksums decide."""
+    stat, declared = os.stat(path), sum(m.file_size for m in members)
+    key = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns} {fingerprint(path)}".encode()).hexdigest()[:12]
+    target = folder / f".{path.name}.{key}.unpacked.npz"
+    if target.exists():
+        return target
+    if declared > 200 * stat.st_size + 2 ** 26:
+        raise UserError(f"{path}: {stat.st_size:,} bytes claim to unpack to {declared:,}; refused as a zip bomb, save it with np.savez")
+    if declared > (free := shutil.disk_usage(folder).free) - 2 ** 26:
+        raise UserError(f"{path}: unpacks to {declared / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free; free some")
+
+    def copy(f):
+        with zipfile.ZipFile(path) as source, zipfile.ZipFile(f, "w", zipfile.ZIP_STORED) as out, \
+                tqdm(total=declared, unit="B", unit_scale=True, desc=f"unpacking {path.name}", disable=not sys.stderr.isatty()) as bar:
+            for m in members:
+                with source.open(m) as reader, out.open(m.filename, "w", force_zip64=True) as writer:
+                    while block := reader.read(2 ** 22):
+                        writer.write(block)
+                        bar.update(len(block))
+    try:
+        Disk.replace(target, copy)
+    except (zipfile.BadZipFile, zlib.error, EOFError) as e:
+        raise UserError(f"{path}: damaged inside ({e}); make it again") from None
+    except OSError as e:
+        raise UserError(f"{path}: compressed, and can't be unpacked into {folder}: {e.strerror}; save it with np.savez") from None
+    for old in set(folder.glob(f".{path.name}.*.unpacked.npz")) - {target}:
+        old.unlink()
+    return target
+
+
+def row_norms(rows):
+    return np.sqrt(np.einsum("nd,nd->n", rows, rows, dtype=np.float32))                  # (n,)
+
+
+def unit_rows(rows):
+    """The document tower: rows (n, D) in float32, with norm 1."""
+    rows = rows.astype(np.float32)
+    return rows / np.maximum(row_norms(rows), 1e-12)[:, None]
+
+
+def check_array(path, key, array, rank, kind, shape_text):
+    """One array's rank, dtype and rows, or one line that says what is wrong with it."""
+    if array.ndim != rank:
+        raise UserError(f"{path}: {key} is {array.shape}, expected {shape_text}")
+    if not (array.dtype in (np.float32, np.float16) if kind == "float" else array.dtype.kind in "iu"):
+        raise UserError(f"{path}: {key} is {array.dtype}, expected {'float32 or float16' if kind == 'float' else 'integers'}; convert it with .astype")
+    if 0 in array.shape:
+        raise UserError(f"{path}: {key} is {array.shape}: it has no rows")
+
+
+def check_rows(path, key, array, zero_is_padding=False):
+    """Refuse NaN, Inf, zero rows and empty contexts: everywhere in a file of modest size, in a few places of a larger one."""
+    blocks = list(spans(len(array), max(1, 2 ** 24 // array[0].nbytes)))
+    if os.path.getsize(path) > SCAN_LIMIT:
+        blocks = blocks[::max(1, len(blocks) // 4)]
+    for a, b in blocks:
+        norms = row_norms(array[a:b].reshape(-1, array.shape[-1])).reshape(b - a, -1)    # (rows, 1 or L)
+        zero = (norms == 0).all(1) if zero_is_padding else (norms == 0).any(1)
+        for what, bad in (("NaN or Inf", ~np.isfinite(norms).all(1)), ("only zeros", zero)):
+            if bad.any():
+                raise UserError(f"{path}: {key} has {what} in rows {(a + np.flatnonzero(bad))[:5].tolist()}; drop them and make the file again")
+
+
+def row_keys(rows):
+    """(n, D) -> (n,) 64-bit hashes of the values: equal rows have equal keys in float16 and float32 alike."""
+    odd = np.random.default_rng(0).integers(2 ** 63, size=rows.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    keys = np.empty(len(rows), np.uint64)
+    for a, b in spans(len(rows), 1024):
+        words = (rows[a:b].astype(np.float32) + 0.0).view(np.uint32) * odd               # + 0.0: -0.0 equals 0.0
+        keys[a:b] = (words ^ (words >> np.uint64(32))).sum(1, dtype=np.uint64)
+    return keys
+
+
+class Bank:
+    """The documents: mapped vectors, and for each row its group, the first row that equals it."""
+
+    def __init__(self, path, cache=None):
+        arrays, self.path = open_npz(path, cache)
+        if "vectors" not in arrays:
+            raise UserError(f"{path}: has no key 'vectors', only {sorted(arrays)}")
+        self.vectors = arrays["vectors"]                                                 # (M, D)
+        check_array(path, "vectors", self.vectors, 2, "float", "(M, D)")
+        check_rows(self.path, "vectors", self.vectors)
+        self.keys, self.first, inverse = np.unique(row_keys(self.vectors), return_index=True, return_inverse=True)
+        self.groups = self.first[inverse]                                                # (M,)
+
+    def find(self, rows):
+        """(n, D) -> (n,) the first bank row that equals each one, -1 where there is none."""
+        keys = row_keys(rows)
+        at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        return np.where(self.keys[at] == keys, self.first[at], -1)
+
+    def documents(self, ids):
+        return unit_rows(self.vectors[ids])                                              # (n, D)
+
+
+class Split:
+    """Training or validation pairs by number, whichever form the file has."""
+
+    def __init__(self, path, name, arrays, bank):
+        self.path, self.name, self.bank, self.indexed = path, name, bank, f"C_{name}" in arrays
+        self.context_key, self.target_key = (f"C_{name}", f"T_{name}") if self.indexed else (f"X_{name}", f"Y_{name}")
+        for key in (self.context_key, self.target_key):
+            if key not in arrays:
+                raise UserError(f"{path}: has no key '{key}', only {sorted(arrays)}; expected X_, Y_ or C_, T_ of train and val")
+        self.C, self.T = arrays[self.context_key], arrays[self.target_key]               # (N, L) or (N, L, D); (N,) or (N, D)
+        kind, more, text = ("int", 0, "") if self.indexed else ("float", 1, ", D")
+        check_array(path, self.context_key, self.C, 2 + more, kind, f"(N, L{text})")
+        check_array(path, self.target_key, self.T, 1 + more, kind, f"(N{text or ','})")
+        if len(self.C) != len(self.T):
+            raise UserError(f"{path}: {self.context_key} has {len(self.C)} rows, {self.target_key} has {len(self.T)}; expected as many")
+        self.check_indexed() if self.indexed else self.check_dense()
+        self.rows = np.asarray(self.T, np.int64) if self.indexed else bank.find(self.T)  # (N,) of the bank, -1 = not there
+        # (N,) the group of each target; one that the bank lacks has a group of its own, past the bank's rows
+        self.groups = np.where(self.rows >= 0, bank.groups[self.rows], len(bank.groups) + np.arange(len(self.T)))
+
+    def check_indexed(self):
+        M = len(self.bank.vectors)
+        for a, b in spans(len(self.C), CHUNK):
+            C, T = self.C[a:b], self.T[a:b]
+            for key, bad, what in ((self.context_key, ((C < -1) | (C >= M)).any(1), f"names a document outside the bank's {M:,} rows; is this its bank?"),
+                                   (self.target_key, (T < 0) | (T >= M), f"names a document outside the bank's {M:,} rows; is this its bank?"),
+                                   (self.context_key, (C < 0).all(1), "has no context, only padding; drop it")):
+                if bad.any():
+                    raise UserError(f"{self.path}: {key} row {a + int(np.argmax(bad))} {what}")
+
+    def check_dense(self):
+        for key, array in ((self.context_key, self.C), (self.target_key, self.T)):
+            if array.shape[-1] != self.bank.vectors.shape[1]:
+                raise UserError(f"{self.path}: {key} has D = {array.shape[-1]}, the bank has D = {self.bank.vectors.shape[1]}")
+            check_rows(self.path, key, array, zero_is_padding=array is self.C)
+
+    def __len__(self):
+        return len(self.T)
+
+    def __getitem__(self, idx):
+        """(B,) pair numbers -> (B, L, D) contexts, zeros where there is padding."""
+        C = self.C[idx]
+        if not self.indexed:
+            return C.astype(np.float32)
+        x = self.bank.vectors[np.maximum(C, 0)].astype(np.float32)
+        x[C < 0] = 0
+        return x
+
+    def __reduce__(self):                                    # a loader process maps the files again instead of copying them
+        return open_contexts, (self.path, self.bank.path, self.name)
+
+    def positives(self, idx):
+        return self.bank.documents(self.T[idx]) if self.indexed else unit_rows(self.T[idx])             # (B, D)
+
+    def forbidden(self, idx, keep_context):
+        """(B,) -> (B, 1 + L) groups that can't be negatives of a query: its own positive's and its context's; -1 = nothing."""
+        own = self.groups[idx][:, None]                                                  # (B, 1)
+        if keep_context or not self.indexed:
+            return own
+        return np.concatenate([own, np.where(self.C[idx] < 0, -1, self.bank.groups[self.C[idx]])], 1)
+
+
+def open_contexts(path, bank_path, name):
+    """A Split that can only read contexts, for a loader process: the trainer has checked the files."""
+    split, bank = object.__new__(Split), object.__new__(Bank)
+    bank.vectors, arrays = open_npz(bank_path)[0]["vectors"], open_npz(path)[0]
+    split.bank, split.indexed = bank, f"C_{name}" in arrays
+    split.C = arrays[f"C_{name}" if split.indexed else f"X_{name}"]
+    return split
+
+
+def open_data(cfg, cache=None):
+    bank = Bank(cfg.bank, cache)
+    arrays, path = open_npz(cfg.pairs, cache)
+    return Split(path, "train", arrays, bank), Split(path, "val", arrays, bank)
+
+
+# -----------------------------------------------------------------------------
+# search worker: this file in another process, with FAISS and without torch; one job, then it exits
+
+def run_search_job(path):
+    """Exact top-k of each query over the bank by cosine, best first; the ids go to a file beside the job."""
+    import faiss
+    path, parent = Path(path), os.getppid()
+    job = json.loads(path.read_text())
+    faiss.omp_set_num_threads(job["threads"])
+    bank, queries = open_npz(job["bank"])[0]["vectors"], np.load(job["queries"], mmap_mode="r")         # (M, D), (n, D)
+    k = min(job["k"], len(bank))
+    ids = np.lib.format.open_memmap(path.with_name("ids.npy"), "w+", np.int32, (len(queries), k))
+    # a float32 bank of unit rows is searched where it is mapped; any other one in converted pieces
+    ready = bank.dtype == np.float32 and all(np.abs(row_norms(bank[a:b]) - 1).max() < 1e-6 for a, b in spans(len(bank), CHUNK))
+    for a, b in spans(len(queries), 4096):
+        scores, rows = np.empty((b - a, 0), np.float32), np.empty((b - a, 0), np.int64)
+        for c, d in spans(len(bank), len(bank) if ready else 2 * CHUNK):
+            piece = bank[c:d] if ready else unit_rows(bank[c:d])
+            found = faiss.knn(np.ascontiguousarray(queries[a:b]), piece, min(k, d - c), metric=faiss.METRIC_INNER_PRODUCT)
+            scores, rows = np.concatenate([scores, found[0]], 1), np.concatenate([rows, found[1] + c], 1)
+            best = np.argsort(-scores, 1, kind="stable")[:, :k]
+            scores, rows = np.take_along_axis(scores, best, 1), np.take_along_axis(rows, best, 1)
+            if os.getppid() != parent:
+                return 1                                     # the trainer is gone
+        ids[a:b] = rows
+    ids.flush()
+    return 0
+
+
+def end_without_torch():
+    """What is answered before torch is imported: the search job, --help, --version, flags that make no sense."""
+    if sys.argv[1:2] == ["--search-worker"]:
+        sys.exit(run_search_job(sys.argv[2]))
+    try:
+        make_config(parse_flags(sys.argv[1:]))
+    except UserError as e:
+        print(f"train: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    end_without_torch()
+
+# -----------------------------------------------------------------------------
+# torch from here on; towers: the query tower, and the weighted contexts that it must beat
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+BASELINES = {"last": 0.0, "exp 0.3": 0.3, "exp 0.5": 0.5, "exp 0.7": 0.7, "exp 0.9": 0.9, "mean": 1.0}
+
+
+def align(x):
+    """(B, L, D) with all-zero rows anywhere -> unit rows at the end of a shorter sequence, and which of them are valid."""
+    valid = (x != 0).any(-1)                                              # (B, L)
+    if (valid[:, :-1] & ~valid[:, 1:]).any():                             # padding behind a vector: move it to the front
+        order = valid.to(torch.uint8).argsort(dim=1, stable=True)
+        x, valid = x.gather(1, order[:, :, None].expand_as(x)), valid.gather(1, order)
+    longest = int(valid.sum(1).max())
+    return F.normalize(x[:, -longest:], dim=-1), valid[:, -longest:]      # (B, L', D), (B, L')
+
+
+def weighted_context(x, valid, decay):
+    """Each vector weighs `decay` times the one after it: 0 is the last one alone, 1 the mean."""
+    age = torch.arange(x.shape[1] - 1, -1, -1, device=x.device, dtype=x.dtype)
+    weights = torch.pow(torch.tensor(decay, device=x.device, dtype=x.dtype), age) * valid              # (B, L)
+    return F.normalize((weights[:, :, None] * x).sum(1), dim=-1)          # (B, D)
+
+
+def roll(h, by):
+    """Roll each sequence of (B, L, D) to the left by its own number of steps."""
+    at = (torch.arange(h.shape[1], device=h.device) + by[:, None]) % h.shape[1]                        # (B, L)
+    return h.gather(1, at[:, :, None].expand_as(h))
+
+
+class QueryTower(nn.Module):
+    """Bidirectional recurrent encoder; with a residual it starts as the weighted context, exactly."""
+
+    def __init__(self, D, cfg):
+        super().__init__()
+        self.pool, self.residual, self.decay = cfg.pool, cfg.residual, cfg.residual_decay
+        cell, H = {"gru": nn.GRU, "lstm": nn.LSTM}[cfg.cell], cfg.hidden_dim
+        sizes = [D] + [2 * H] * (cfg.num_layers - 1)
+        self.ahead = nn.ModuleList(cell(size, H, batch_first=True) for size in sizes)
+        self.back = nn.ModuleList(cell(size, H, batch_first=True) for size in sizes)
+        self.project = nn.Linear(2 * H, D)
+        if cfg.residual != "none":
+            nn.init.zeros_(self.project.weight)
+            nn.init.zeros_(self.project.bias)
+
+    def forward(self, x):
+        x, valid = align(x)                                               # (B, L, D), (B, L)
+        h, padding = x, (~valid).sum(1)
+        padded = bool(padding.any())
+        for ahead, back in zip(self.ahead, self.back):                    # each direction meets its padding last, so it changes nothing
+            one = ahead(roll(h, padding) if padded else h)[0]             # (B, L, H)
+            h = torch.cat([roll(one, -padding) if padded else one, back(h.flip(1))[0].flip(1)], -1)    # (B, L, 2H)
+        if self.pool == "mean":
+            pooled = (h * valid[:, :, None]).sum(1) / valid.sum(1, keepdim=True)                       # (B, 2H)
+        else:                                                             # the last state of each direction
+            one, two = h.chunk(2, -1)
+            pooled = torch.cat([one[:, -1], two[torch.arange(len(h), device=h.device), padding]], -1)
+        q = self.project(pooled)                                          # (B, D)
+        if self.residual != "none":
+            q = q + weighted_context(x, valid, self.decay)
+        return F.normalize(q, dim=-1)
+
+
+# -----------------------------------------------------------------------------
+# memory bank: the last positives as extra negatives, and the pairs they came from
+
+class MemoryBank(nn.Module):
+    """A ring. Documents have no parameters, so a checkpoint keeps pair numbers and the vectors are read again."""
+
+    def __init__(self, size, D):
+        super().__init__()
+        self.register_buffer("vectors", torch.zeros(size, D), persistent=False)          # (size, D)
+        self.register_buffer("pairs", torch.full((size,), -1, dtype=torch.long))         # (size,)  -1 = empty slot
+        self.register_buffer("head", torch.zeros((), dtype=torch.long))
+
+    def push(self, d, pairs):
+        size, head = len(self.pairs), int(self.head)
+        d, pairs = d[max(0, len(d) - size):], pairs[max(0, len(pairs) - size):]
+        first = min(len(pairs), size - head)                 # up to the end of the ring, the rest from its start
+        for a, b, at in ((0, first, head), (first, len(pairs), 0)):
+            self.vectors[at:at + b - a], self.pairs[at:at + b - a] = d[a:b], pairs[a:b]
+        self.head.fill_((head + len(pairs)) % max(1, size))
+
+    def filled(self):
+        """The part in use, without a copy -> vectors (n, D), pair numbers (n,)."""
+        n = int((self.pairs >= 0).sum())                     # slots fill from the start and never empty
+        return self.vectors[:n], self.pairs[:n].cpu().numpy()
+
+    def refill(self, split):
+        vectors, pairs = self.filled()
+        for a, b in spans(len(pairs), CHUNK):
+            vectors[a:b] = torch.from_numpy(split.positives(pairs[a:b]))
+
+
+# -----------------------------------------------------------------------------
+# loss: InfoNCE over one set of negatives that all micro-batches of a step share
+
+class ColumnMask:
+    """Finds the columns that a query must not be compared with, by group; every kind of negative goes through here."""
+
+    def __init__(self, groups):
+        self.order = np.argsort(groups, kind="stable")
+        self.sorted = groups[self.order]                                  # (N,)
+
+    def apply(self, scores, forbidden, value):
+        """Set value in scores (..., B, N) where a column's group is among a query's forbidden ones (B, F)."""
+        left = np.searchsorted(self.sorted, forbidden.ravel(), "left")
+        count = np.searchsorted(self.sorted, forbidden.ravel(), "right") - left                        # (B * F,)
+        rows = np.repeat(np.repeat(np.arange(len(forbidden)), forbidden.shape[1]), count)
+        columns = self.order[np.repeat(left, count) + np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)]
+        scores[..., torch.from_numpy(rows).to(scores.device), torch.from_numpy(columns).to(scores.device)] = value
+
+
+class Negatives:
+    """What the queries of one optimizer step are compared with: blocks of document vectors, and the groups they are of."""
+
+    def __init__(self, blocks):
+        self.blocks = {name: vectors for name, (vectors, _) in blocks.items()}                         # each (n, D)
+        self.groups = {name: groups for name, (_, groups) in blocks.items()}                           # each (n,)
+        self.mask = ColumnMask(np.concatenate(list(self.groups.values())))
+
+
+def collect_negatives(d, window, memory, mined, train, cfg, key):
+    """The shared set: positives of the window, memory bank, random bank rows, rows mined for the window's pairs."""
+    bank, (stored, pairs) = train.bank, memory.filled()
+    drawn = np.random.default_rng([cfg.seed, 1, *key]).integers(len(bank.vectors), size=cfg.bank_negatives)
+    hard = np.unique(mined[window]) if mined is not None else np.empty(0, np.int64)
+    blocks = {"window": (d, train.groups[window]), "memory": (stored, train.groups[pairs])}
+    for name, rows in (("bank", drawn), ("mined", hard[hard >= 0])):
+        blocks[name] = torch.from_numpy(bank.documents(rows)).to(d.device), bank.groups[rows]
+    return Negatives(blocks)
+
+
+def info_nce(q, d, negatives, forbidden, cfg, counts):
+    """Queries (B, D), their positives (B, D) -> the sum of their losses. The margin is in cosines, before tau."""
+    vectors = negatives.blocks.values()
+    scores = torch.cat([q @ v.T for v in vectors], 1)                     # (B, N)
+    with torch.no_grad():
+        masked = torch.cat([d @ v.T for v in vectors], 1) > (cfg.filter_threshold if cfg.filter_threshold < 1 else 2)
+        negatives.mask.apply(masked, forbidden, True)                     # (B, N)
+        for name, part in zip(negatives.blocks, masked.split([len(v) for v in vectors], 1)):
+            out, before = int(part.sum()), counts.get(name, (0, 0))
+            counts[name] = [before[0] + part.numel() - out, before[1] + out]
+    positive = (q * d).sum(1, keepdim=True) - cfg.margin                  # (B, 1)
+    logits = torch.cat([positive, scores.masked_fill(masked, float("-inf"))], 1) / cfg.tau             # (B, 1 + N)
+    return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device), reduction="sum")
+
+
+# -----------------------------------------------------------------------------
+# mining: hard negatives for each pair, found at the start of an epoch
+
+@torch.no_grad()
+def encode(tower, split, idx, out, run):
+    """Queries of the pairs idx, written to out (n, D)."""
+    for a, b in spans(len(idx), 256):
+        run.tick("encode")
+        out[a:b] = tower(torch.from_numpy(split[idx[a:b]]).to(run.device)).cpu().numpy()
+    return out
+
+
+@torch.no_grad()
+def search_torch(queries, bank, k, run):
+    """Exact top-k by cosine, in pieces of the bank -> ids (n, k)."""
+    ids = np.empty((len(queries), min(k, len(bank.vectors))), np.int32)
+    for a, b in spans(len(queries), 1024):
+        q = torch.from_numpy(np.array(queries[a:b])).to(run.device)
+        scores, rows = torch.empty(b - a, 0, device=run.device), torch.empty(b - a, 0, dtype=torch.long, device=run.device)
+        for c, d in spans(len(bank.vectors), CHUNK):
+            run.tick("search")
+            found, at = (q @ torch.from_numpy(bank.documents(slice(c, d))).to(run.device).T).topk(min(k, d - c))
+            scores, best = torch.cat([scores, found], 1).topk(min(k, d))
+            rows = torch.cat([rows, at + c], 1).gather(1, best)
+        ids[a:b] = rows.cpu().numpy()
+    return ids
+
+
+def search_bank(write_queries, n, k, bank, cfg, run):
+    """Top-k bank rows of n queries -> (ids (n, k), who found them). A worker that dies costs a line, not the run."""
+    with tempfile.TemporaryDirectory(prefix="search.", dir=run.folder) as folder:
+        folder = Path(folder).resolve()
+        queries = write_queries(np.lib.format.open_memmap(folder / "queries.npy", "w+", np.float32, (n, bank.vectors.shape[1])))
+        queries.flush()
+        if run.device == "mps":
+            torch.mps.empty_cache()
+        if cfg.search == "torch":
+            return search_torch(queries, bank, k, run), "torch"
+        job = {"bank": str(bank.path.resolve()), "queries": str(folder / "queries.npy"), "k": k, "threads": torch.get_num_threads()}
+        (folder / "job.json").write_text(json.dumps(job))
+        with open(folder / "stderr", "w+") as errors:
+            # a session of its own: Ctrl-C reaches the trainer alone, which then ends the worker
+            worker = subprocess.Popen([sys.executable, os.path.abspath(__file__), "--search-worker", str(folder / "job.json")],
+                                      stderr=errors, start_new_session=True)
+            try:
+                while worker.poll() is None:
+                    run.tick("search")
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        worker.wait(0.2)
+            finally:
+                worker.kill()
+                worker.wait()
+            if worker.returncode == 0:
+                return np.load(folder / "ids.npy"), "faiss"
+            errors.seek(0)
+            how = signal.Signals(-worker.returncode).name if worker.returncode < 0 else f"exit code {worker.returncode}"
+            why = (errors.read().strip().splitlines() or ["no message"])[-1]
+        run.say(f"search | the worker died ({how}, {why}); searching with torch instead")
+        run.event("guard", what=f"search worker died: {how}", rows=[])
+        return search_torch(queries, bank, k, run), "torch"
+
+
+def mine_negatives(tower, train, rule, epoch, cfg, run):
+    """(N, count) bank rows by pair, -1 where the window holds too few. Ranks count candidates only."""
+    started, bank, N, let_through = time.time(), train.bank, len(train), 0
+    k = (rule.high if rule.kind == "rank" else 256) + 8 + (train.C.shape[1] if train.indexed else 0)     # more, for what is no candidate
+    ids, backend = search_bank(lambda out: encode(tower, train, np.arange(N), out, run), N, k, bank, cfg, run)
+    mined = np.full((N, rule.count), -1, np.int32)
+    for a, b in spans(N, 64):
+        run.tick("mine")
+        pairs, rows = np.arange(a, b), ids[a:b]                                          # (n, k)
+        allowed = ~(bank.groups[rows][:, :, None] == train.forbidden(pairs, cfg.keep_context)[:, None, :]).any(2)
+        if rule.kind == "rank":                              # near-duplicates are looked for among twice what is needed
+            place = np.cumsum(allowed, 1)
+            allowed &= (place >= rule.low) & (place <= rule.high)
+        draw = np.where(allowed, np.random.default_rng([cfg.seed, 2, epoch, a]).random(allowed.shape), 2.0)
+        tried = np.argsort(draw, 1, kind="stable")[:, :2 * rule.count if rule.kind == "rank" else k]
+        rows, allowed = np.take_along_axis(rows, tried, 1), np.take_along_axis(draw, tried, 1) < 2       # (n, tried)
+        cosine = np.einsum("nkd,nd->nk", bank.documents(rows.ravel()).reshape(*rows.shape, -1), train.positives(pairs))
+        allowed &= (cosine <= cfg.filter_threshold) | (cfg.filter_threshold == 1)
+        if rule.kind == "cosine":
+            allowed &= (cosine >= rule.low) & (cosine <= rule.high)
+        let_through += int(allowed.sum())
+        chosen = np.argsort(~allowed, 1, kind="stable")[:, :rule.count]                  # the first that passed, in the drawn order
+        mined[a:b, :chosen.shape[1]] = np.where(np.take_along_axis(allowed, chosen, 1), np.take_along_axis(rows, chosen, 1), -1)
+    filled, seconds = float((mined >= 0).mean()), time.time() - started
+    run.say(f"mine epoch {epoch:<5} | {rule.count} each from {rule.kind} {rule.low:g} to {rule.high:g} | filled {100 * filled:.1f}% | {backend} | {seconds:.1f} s")
+    if filled == 0:
+        run.say("mine   | warning: the window is empty on this data; widen it in --mine-schedule")
+    run.event("mine", filled=filled, passed=let_through / N, seconds=seconds, backend=backend)
+    return mined
+
+
+# -----------------------------------------------------------------------------
+# evaluation: ranks by counting over the whole bank, for the tower and the trivial baselines alike
+
+@torch.no_grad()
+def count_ranks(queries, split, idx, keep_context, run):
+    """(m, n, D) queries of m methods for the pairs idx -> (m, n) ranks: 1 + the candidates that score at least as high.
+    Rows that equal the target do not count, rows of the context do not where they are known; a tie counts against the target."""
+    bank, forbidden, n = split.bank, split.forbidden(idx, keep_context), len(idx)
+    q = torch.from_numpy(queries).to(run.device)
+    target = (q * torch.from_numpy(split.positives(idx)).to(run.device)).sum(-1)         # (m, n)
+    above = torch.zeros_like(target, dtype=torch.long)
+    for a, b in spans(len(bank.vectors), CHUNK):
+        documents, mask = torch.from_numpy(bank.documents(slice(a, b))).to(run.device), ColumnMask(bank.groups[a:b])
+        for c, d in spans(n, max(1, 2 ** 24 // (len(q) * (b - a)))):
+            run.tick("evaluate")
+            scores = q[:, c:d] @ documents.T                                             # (m, d - c, b - a)
+            mask.apply(scores, forbidden[c:d], float("-inf"))
+            above[:, c:d] += (scores >= target[:, c:d, None]).sum(-1)
+    above[~target.isfinite()] = len(bank.vectors)            # NaN is above nothing, and must not look like rank 1
+    return 1 + above.cpu()
+
+
+def metric_values(ranks, metric):
+    """(n,) ranks -> (n,) what each query adds to the metric."""
+    return 1 / ranks.double() if metric == "mrr" else (ranks <= int(metric.partition("@")[2])).double()
+
+
+def summarize(ranks):
+    return {name: float(metric_values(ranks, name).mean()) for name in METRICS} | {"median_rank": float(ranks.double().quantile(0.5))}
+
+
+def paired_interval(difference, draws=2000):
+    """95% bootstrap interval of the mean of per-query differences."""
+    rng, difference = np.random.default_rng(0), difference.numpy()
+    means = [rng.choice(difference, len(difference)).mean() for _ in range(draws)]
+    return [float(v) for v in np.percentile(means, [2.5, 97.5])]
+
+
+def sample_validation(val, cfg):
+    if not 0 < cfg.eval_queries < len(val):
+        return np.arange(len(val))
+    return np.sort(np.random.default_rng(0).choice(len(val), cfg.eval_queries, replace=False))
+
+
+@torch.no_grad()
+def rank_baselines(val, idx, cfg, run):
+    queries = np.empty((len(BASELINES), len(idx), val.bank.vectors.shape[1]), np.float32)
+    for a, b in spans(len(idx), 256):
+        x, valid = align(torch.from_numpy(val[idx[a:b]]))
+        for i, decay in enumerate(BASELINES.values()):
+            queries[i, a:b] = weighted_context(x, valid, decay).numpy()
+    return dict(zip(BASELINES, count_ranks(queries, val, idx, cfg.keep_context, run)))
+
+
+def judge(ranks, baselines, metric):
+    """The tower's ranks against the best baseline's -> the fields of an eval event."""
+    scores = {name: summarize(r) for name, r in baselines.items()}
+    best = max(scores, key=lambda name: scores[name][metric])
+    difference = metric_values(ranks, metric) - metric_values(baselines[best], metric)
+    interval = paired_interval(difference)
+    return summarize(ranks) | {"baselines": scores, "best_baseline": best, "metric": metric, "difference": float(difference.mean()),
+                               "interval": interval, "above_baseline": interval[0] > 0}
+
+
+def eval_line(epoch, r):
+    scale, unit = (1, ".4f") if r["metric"] == "mrr" else (100, ".1f")
+    low, high = (scale * v for v in r["interval"])
+    return (f"eval epoch {epoch:<5} | r@10 {100 * r['recall@10']:.1f} | r@500 {100 * r['recall@500']:.1f} | mrr {r['mrr']:.4f} | best baseline "
+            f"{r['metric'].replace('recall', 'r')} {scale * r['baselines'][r['best_baseline']][r['metric']]:{unit}} ({r['best_baseline']}) | "
+            f"{scale * r['difference']:+{unit}} [{low:+{unit}}, {high:+{unit}}]{'' if r['above_baseline'] else ' | not above the baseline yet'}")
+
+
+# -----------------------------------------------------------------------------
+# guards and heartbeat: the run's folder, its lock, what it says and records, and how it is stopped
+
+class Interrupted(Exception):
+    """A signal asked the run to end; raised only where all state is whole."""
+
+
+class Diverged(Exception):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
+def private_mb():
+    """Private memory of this process; mapped files do not count."""
+    try:
+        with open("/proc/self/status") as f:
+            return next(int(line.split()[1]) for line in f if line.startswith("RssAnon")) / 1024
+    except OSError:                                          # macOS has no /proc: the highest resident size, in bytes there
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
+
+
+class Run:
+    """One run's folder. Without a folder (--dry-run) it only prints."""
+
+    def __init__(self, folder, cfg, device):
+        self.folder, self.device, self.progress, self.signum, self.bar = folder, device, Progress(), None, None
+        self.events, self.heartbeat, self.log, self.pending, self.beats = None, None, None, b"", 0
+        if folder is None:
+            return
+        try:
+            for sub in ("checkpoints", "crash"):
+                (folder / sub).mkdir(parents=True, exist_ok=True)
+            self.lock = lock_folder(folder)
+            for left in folder.glob("search.*"):             # by a search that was killed
+                shutil.rmtree(left)
+            self.events = os.open(folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self.heartbeat = os.open(folder / "crash" / "heartbeat", os.O_WRONLY | os.O_CREAT, 0o644)
+            faulthandler.enable(os.open(folder / "crash" / "faulthandler.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+            if cfg.log_dir != "none":
+                Path(cfg.log_dir).mkdir(parents=True, exist_ok=True)
+                name = time.strftime(f"twotower_{folder.name}_%Y%m%d_%H%M%S.log")
+                self.log = os.open(Path(cfg.log_dir) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as e:
+            raise UserError(f"{e.filename or folder}: {e.strerror}; give an --out and a --log-dir that can be written") from None
+        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(s, self.on_signal)
+
+    def on_signal(self, signum, _frame):
+        if self.signum:
+            os._exit(128 + signum)
+        self.signum = signum
+        os.write(2, f"\ntrain: {signal.Signals(signum).name}: finishing the step, then saving; once more ends at once\n".encode())
+
+    def check_stop(self):
+        if self.signum:
+            raise Interrupted
+
+    def beat(self, phase):
+        """Where the run is, in one unbuffered write that survives a kill; the last 64 are kept."""
+        if self.heartbeat is not None:
+            line = f"{time.time():.3f} pid {os.getpid()} epoch {self.progress.epoch} step {self.progress.updates} {phase}"
+            with contextlib.suppress(OSError):
+                os.pwrite(self.heartbeat, f"{line:<79}\n".encode(), self.beats % 64 * 80)
+            self.beats += 1
+
+    def tick(self, phase):
+        self.beat(phase)
+        self.check_stop()
+
+    def say(self, line):
+        tqdm.write(line) if self.bar else print(line, flush=True)
+        if self.log is not None:
+            with contextlib.suppress(OSError):               # a full disk ends the run at a checkpoint, with a line of its own
+                os.write(self.log, (time.strftime("%H:%M:%S ") + line + "\n").encode())
+
+    def event(self, name, **fields):
+        """One line of events.jsonl; what a full disk refuses is tried again with the next one."""
+        if self.events is None:
+            return
+        common = {"event": name, "t": time.time(), "epoch": self.progress.epoch, "step": self.progress.updates, "phase": name, "mem_mb": round(private_mb(), 1)}
+        self.pending += (json.dumps(common | fields) + "\n").encode()
+        with contextlib.suppress(OSError):
+            self.pending = self.pending[os.write(self.events, self.pending):]
+
+
+def lock_folder(folder):
+    """Hold the folder for this process; the kernel lets go of it when the process ends, however it ends."""
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{folder}: process {os.read(lock, 20).decode() or '?'} is training in it; wait for it, or give another --out") from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(os.getpid()).encode(), 0)
+    return lock
+
+
+def find_bad_rows(train, window, negatives):
+    """Which inputs of a step are not finite, by name."""
+    bad = [f"{train.context_key}[{i}]" for i in window if not np.isfinite(train[[i]]).all()]
+    bad += [f"{train.target_key}[{i}]" for i in window if not np.isfinite(train.positives([i])).all()]
+    for name in ("bank", "mined"):
+        bad += [f"vectors[{row}]" for row in negatives.groups[name][~negatives.blocks[name].isfinite().all(1).cpu().numpy()]]
+    return bad
+
+
+# -----------------------------------------------------------------------------
+# checkpoint: all that the next step depends on, in one file with its SHA-256
+
+@dataclasses.dataclass
+class Progress:
+    """Where a run is. Saved whole."""
+    epoch: int = 1
+    position: int = 0                                        # training pairs done in this epoch
+    updates: int = 0                                         # optimizer steps done
+    bad_in_row: int = 0
+    loss_sum: float = 0.0                                    # of this epoch, and the pairs it is of
+    loss_pairs: int = 0
+    counts: dict = dataclasses.field(default_factory=dict)   # of this epoch: kind of negative -> used, masked
+    best: float = -1.0
+    best_epoch: int = 0
+    history: list = dataclasses.field(default_factory=list)  # one evaluation a dict
+    baselines: dict = dataclasses.field(default_factory=dict)     # name -> ranks (n,)
+    mined_epoch: int = 0
+    mined: object = None                                     # (N, count) bank rows by pair
+
+
+def pack_checkpoint(state):
+    """torch's own format, with the SHA-256 in the zip archive's comment: torch.load reads the file as it is."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    body = buffer.getvalue()[:-2]                            # the last two bytes are the length of an empty comment
+    comment = b"sha256:" + hashlib.sha256(body).hexdigest().encode()
+    return body + struct.pack("<H", len(comment)) + comment
+
+
+def read_checkpoint(path, say):
+    """The newest whole generation of a checkpoint."""
+    for candidate in (path, previous_generation(path)):
+        if candidate.is_file():
+            data = candidate.read_bytes()
+            if data[-71:-64] == b"sha256:" and hashlib.sha256(data[:-73]).hexdigest().encode() == data[-64:]:
+                return torch.load(io.BytesIO(data), weights_only=True)
+            say(f"resume | {candidate} is damaged (its SHA-256 does not match); trying the generation before it")
+    raise UserError(f"{path}: no whole checkpoint is left; start again with another --out")
+
+
+# -----------------------------------------------------------------------------
+# train: the step, the epoch, the run
+
+def ignore_interrupts(_worker):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)             # Ctrl-C goes to the whole group; the trainer decides
+
+
+def load_batches(split, micro_batches, workers):
+    """Contexts (B, L, D) of each micro-batch, in order."""
+    # spawn, not fork: a forked child of a process with OpenMP threads can wait forever in its first parallel region
+    more = {"multiprocessing_context": "spawn", "worker_init_fn": ignore_interrupts} if workers else {}
+    return iter(torch.utils.data.DataLoader(split, sampler=micro_batches, batch_size=None, num_workers=workers, **more))
+
+
+class Trainer:
+    def __init__(self, cfg, run, train, val):
+        self.cfg, self.run, self.train, self.val, self.progress = cfg, run, train, val, run.progress
+        D = train.bank.vectors.shape[1]
+        torch.manual_seed(cfg.seed)
+        self.tower = QueryTower(D, cfg).to(run.device)
+        self.memory = MemoryBank(cfg.memory_bank_size, D).to(run.device)
+        self.optimizer = torch.optim.AdamW(self.tower.parameters(), lr=cfg.lr, weight_decay=cfg.wd)
+        self.effective = cfg.bs * cfg.accum
+        self.steps_per_epoch = -(-len(train) // self.effective)
+        self.total = min(cfg.epochs * self.steps_per_epoch, cfg.max_steps or sys.maxsize)
+        self.eval_idx = sample_validation(val, cfg)
+        self.saved_at, self.failed_saves, self.spoke_at = time.time(), 0, 0.0
+
+    def fit(self):
+        p, run = self.progress, self.run
+        if not p.baselines:
+            p.baselines = rank_baselines(self.val, self.eval_idx, self.cfg, run)
+            for name, s in ((name, summarize(ranks)) for name, ranks in p.baselines.items()):
+                run.say(f"baseline {name:<7} | r@10 {100 * s['recall@10']:.1f} | r@100 {100 * s['recall@100']:.1f} | r@500 {100 * s['recall@500']:.1f} | "
+                        f"mrr {s['mrr']:.4f} | median rank {s['median_rank']:.0f}")
+            self.save(required=True)                         # before hours are spent: the disk takes a checkpoint
+        while p.epoch <= self.cfg.epochs and (p.updates < self.total or p.position):     # or: trained, and not judged yet
+            self.epoch()
+        self.save(required=True)
+
+    def epoch(self):
+        cfg, run, p = self.cfg, self.run, self.progress
+        rule = rule_for(cfg, p.epoch)
+        if rule and p.mined_epoch != p.epoch:
+            p.mined, p.mined_epoch = torch.from_numpy(mine_negatives(self.tower, self.train, rule, p.epoch, cfg, run)), p.epoch
+        p.mined = p.mined if rule else None
+        order = np.random.default_rng([cfg.seed, 0, p.epoch]).permutation(len(self.train))[p.position:]
+        windows = [order[a:b] for a, b in spans(len(order), self.effective)][:self.total - p.updates]
+        batches = load_batches(self.train, [w[a:b] for w in windows for a, b in spans(len(w), cfg.bs)], cfg.workers)
+        with tqdm(total=self.steps_per_epoch, initial=self.steps_per_epoch - len(windows), desc=f"epoch {p.epoch}", leave=False,
+                  disable=not sys.stderr.isatty()) as bar:
+            run.bar = None if bar.disable else bar
+            for window in windows:
+                run.check_stop()
+                self.step(window, batches)
+                p.position += len(window)
+                if time.time() - self.saved_at >= cfg.ckpt_seconds:
+                    self.save()
+            run.bar = None
+        self.judge_epoch()
+
+    def step(self, window, batches):
+        """Accumulate the gradient of the window's mean loss; update, unless a number is not finite."""
+        cfg, run, p, started = self.cfg, self.run, self.progress, time.time()
+        rate = learning_rate(cfg, p.updates, self.total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        run.beat("load")
+        d = torch.from_numpy(self.train.positives(window)).to(run.device)                # (W, D)
+        mined = p.mined if p.mined is None else p.mined.numpy()
+        negatives = collect_negatives(d, window, self.memory, mined, self.train, cfg, (p.epoch, p.position))
+        total, counts = torch.zeros((), device=run.device), {}
+        self.optimizer.zero_grad()
+        for a, b in spans(len(window), cfg.bs):
+            run.beat("load")
+            x = next(batches).to(run.device)                                             # (B, L, D)
+            run.beat("forward")
+            loss = info_nce(self.tower(x), d[a:b], negatives, self.train.forbidden(window[a:b], cfg.keep_context), cfg, counts)
+            run.beat("backward")
+            (loss / len(window)).backward()                  # by what the window holds: the last one may be shorter
+            total += loss.detach()
+        grad_norm = nn.utils.clip_grad_norm_(self.tower.parameters(), cfg.grad_clip or float("inf"))
+        if not (total.isfinite() and grad_norm.isfinite()):  # nothing has changed yet: bank, schedule and checkpoint never see it
+            return self.skip_step("gradient" if total.isfinite() else "loss", window, negatives)
+        run.beat("step")
+        self.optimizer.step()
+        self.memory.push(d, torch.from_numpy(window).to(run.device))
+        p.updates, p.bad_in_row, p.loss_sum, p.loss_pairs = p.updates + 1, 0, p.loss_sum + float(total), p.loss_pairs + len(window)
+        p.counts = {name: [x + y for x, y in zip(new, p.counts.get(name, (0, 0)))] for name, new in counts.items()}
+        self.tell_step(float(total) / len(window), float(grad_norm), rate, time.time() - started, len(window))
+
+    def skip_step(self, what, window, negatives):
+        self.optimizer.zero_grad()
+        self.progress.bad_in_row += 1
+        rows = find_bad_rows(self.train, window, negatives)
+        named = f"because of {', '.join(rows[:5])}" if rows else f"with finite inputs, in pairs {window[:5].tolist()} and on"
+        self.run.say(f"guard  | step skipped: non-finite {what} {named}")
+        self.run.event("guard", what=f"non-finite {what}", rows=rows[:20], pairs=window[:20].tolist())
+        if self.cfg.max_bad_steps and self.progress.bad_in_row >= self.cfg.max_bad_steps:
+            raise Diverged(f"{self.progress.bad_in_row} steps in a row had a non-finite {what}")
+
+    def tell_step(self, loss, grad_norm, rate, seconds, pairs):
+        p, run = self.progress, self.run
+        run.event("step", loss=loss, grad_norm=grad_norm, lr=rate, pairs_per_s=pairs / seconds)
+        if run.bar:
+            run.bar.set_postfix_str(f"loss {loss:.4f} gnorm {grad_norm:.2f} {pairs / seconds:.0f} pairs/s")
+            run.bar.update()
+        elif time.time() - self.spoke_at > 5 or p.updates in (1, self.total):
+            self.spoke_at = time.time()
+            run.say(f"step {p.updates:05d}/{self.total:05d} | loss {loss:.4f} | gnorm {grad_norm:.2f} | lr {rate:.1e} | "
+                    f"bank {len(self.memory.filled()[1]):,} | {1000 * seconds:.0f} ms | {pairs / seconds:.0f} pairs/s")
+
+    def judge_epoch(self):
+        """Evaluate, keep what is best; the progress it leaves is the start of the next epoch."""
+        p, run, cfg = self.progress, self.run, self.cfg
+        queries = encode(self.tower, self.val, self.eval_idx, np.empty((len(self.eval_idx), self.train.bank.vectors.shape[1]), np.float32), run)
+        ranks = count_ranks(queries[None], self.val, self.eval_idx, cfg.keep_context, run)[0]
+        result, pairs = judge(ranks, p.baselines, cfg.metric), max(1, p.loss_pairs)
+        run.say("negatives a query | " + " | ".join(f"{name} {used / pairs:,.0f} ({masked / pairs:.1f} masked)"
+                                                    for name, (used, masked) in p.counts.items() if used + masked))
+        run.say(eval_line(p.epoch, result))
+        run.event("eval", **result, loss=p.loss_sum / pairs, negatives=p.counts)
+        p.history.append({"epoch": p.epoch, "step": p.updates, "loss": p.loss_sum / pairs} | result)
+        improved = result[cfg.metric] > p.best
+        if improved:
+            p.best, p.best_epoch = result[cfg.metric], p.epoch
+        p.epoch, p.position, p.loss_sum, p.loss_pairs, p.counts = p.epoch + 1, 0, 0.0, 0, {}
+        if improved:
+            self.save("best.pt")
+            self.keep("ranks_val.npy", lambda f: np.save(f, ranks.numpy()))
+        self.keep("history.json", json.dumps(p.history, indent=1).encode())
+        self.save()
+
+    def keep(self, name, data):
+        """A file for people: one that can't be written costs a line, for the checkpoint has what it says."""
+        try:
+            Disk.replace(self.run.folder / name, data)
+        except OSError as e:
+            self.run.say(f"save   | {self.run.folder / name}: {e.strerror}")
+
+    def save(self, name="last.pt", required=False):
+        """One checkpoint. A failed one is tried again at the next turn; three in a row, or a required one, end the run."""
+        self.run.beat("checkpoint")
+        path, started = self.run.folder / "checkpoints" / name, time.time()
+        data = pack_checkpoint({"format": 4, "model": self.tower.state_dict(), "optimizer": self.optimizer.state_dict(),
+                                "memory": self.memory.state_dict(), "progress": vars(self.progress), "config": json.dumps(vars(self.cfg))})
+        self.saved_at = time.time()
+        try:
+            Disk.replace(path, data, keep_previous=name == "last.pt")
+        except OSError as e:
+            self.failed_saves += 1
+            self.run.say(f"save   | {path}: {e.strerror}; the one before it is whole")
+            if required or self.failed_saves >= 3:
+                raise UserError(f"{path}: can't be saved ({e.strerror}); make room, then: {resume_command(self.run.folder)}") from None
+            return
+        self.failed_saves = 0
+        self.run.event("checkpoint", file=name, bytes=len(data), seconds=time.time() - started)
+
+    def restore(self, state):
+        stored = json.loads(state["config"])
+        for name in MODEL_FLAGS:
+            if stored[name] != getattr(self.cfg, name):
+                raise UserError(f"{option(name)} {getattr(self.cfg, name)}: the checkpoint has {stored[name]}; leave the flag out to resume")
+        self.tower.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if len(state["memory"]["pairs"]) == len(self.memory.pairs):
+            self.memory.load_state_dict(state["memory"])
+            self.memory.refill(self.train)
+        else:
+            self.run.say("resume | --memory-bank-size is another one: the memory bank starts empty")
+        vars(self.progress).update(state["progress"])
+
+
+# -----------------------------------------------------------------------------
+# main: which folder, the plan, and how a run ends
+
+def resume_command(folder):
+    return f"python train_twotower_v4.py --resume {folder}"
+
+
+def describe(cfg, device):
+    """What bits depend on besides the flags: the machine, and the content of the data files."""
+    files = {f"{name}_{what}": value for name in ("pairs", "bank")
+             for what, value in (("hash", fingerprint(getattr(cfg, name))), ("bytes", os.path.getsize(getattr(cfg, name))))}
+    machine = {"version": VERSION, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+               "platform": platform.platform(), "device_used": device, "precision": "fp32", "threads_used": torch.get_num_threads()}
+    return files, machine
+
+
+def is_finished(folder):
+    """Whether the last start of a run ended with all of it done."""
+    last = b""
+    with contextlib.suppress(FileNotFoundError), open(folder / "events.jsonl", "rb") as f:
+        for line in f:
+            if line.startswith((b'{"event": "start"', b'{"event": "end"')):
+                last = line
+    return b'"status": "done"' in last
+
+
+def choose_folder(cfg, files):
+    """--out and --resume -> (folder, checkpoint or None, a line to say). A folder that holds a run is gone on with, or left alone."""
+    def numbered(n):
+        return Path(cfg.out if n == 1 else f"{cfg.out}_{n}")
+    n = 1
+    while numbered(n).exists():
+        n += 1
+    new, folder = numbered(n), numbered(max(1, n - 1))       # the first free one, and the newest run
+    if cfg.resume:
+        folder, checkpoint = find_resume(cfg.resume)
+        stored = read_config(folder / "config.yaml")
+        for name in ("pairs", "bank"):
+            if stored[f"{name}_hash"] != files[f"{name}_hash"]:
+                raise UserError(f"{getattr(cfg, name)}: not the {name} that {folder} was trained on; restore the file, or begin a new run")
+        if checkpoint.name == "last.pt":
+            return folder, checkpoint, f"resume | {folder}"
+        return new, checkpoint, f"resume | from {checkpoint}, in the new folder {new}"
+    if not (folder / "config.yaml").exists():
+        strange = folder.is_dir() and {x.name for x in folder.iterdir()} - {"lock", "checkpoints", "crash", "events.jsonl"}
+        return (new, None, f"folder | {folder} holds other files; this run goes to {new}") if strange else (folder, None, f"folder | {folder}")
+    if is_finished(folder):
+        return new, None, f"folder | {folder} is a finished run; this one goes to {new}"
+    stored, now = read_config(folder / "config.yaml"), vars(cfg) | files
+    changed = [f"{k} {stored.get(k)} -> {v}" for k, v in now.items() if k not in NOT_IDENTITY and stored.get(k) != v]
+    if changed:
+        return new, None, (f"folder | {folder} is unfinished, with other settings ({', '.join(changed[:3])}); this run goes to {new}; "
+                           f"to go on with that one: {resume_command(folder)}")
+    checkpoint = folder / "checkpoints" / "last.pt"
+    there = checkpoint.is_file() or previous_generation(checkpoint).is_file()
+    return folder, checkpoint if there else None, f"resume | {folder} is unfinished; going on with it"
+
+
+def resolve_targets(split, cfg, run):
+    """Dense targets that equal no bank row: the nearest row, if it is a near-duplicate; else the target is a document of its own."""
+    bank, missing = split.bank, np.flatnonzero(split.rows < 0)
+    if not len(missing):
+        return
+    key = hashlib.sha256(f"{fingerprint(split.path)} {fingerprint(bank.path)} {cfg.filter_threshold}".encode()).hexdigest()[:12]
+    cache = split.path.with_name(f".{split.path.name}.{key}.{split.name}_targets.npy")
+    if cache.exists():
+        nearest = np.load(cache)
+    else:
+        def write(out):
+            for a, b in spans(len(missing), CHUNK):
+                out[a:b] = split.positives(missing[a:b])
+            return out
+        nearest = search_bank(write, len(missing), 1, bank, cfg, run)[0][:, 0]
+        for a, b in spans(len(missing), CHUNK):
+            cosine = (bank.documents(nearest[a:b]) * split.positives(missing[a:b])).sum(1)
+            nearest[a:b][cosine < cfg.filter_threshold] = -1
+        with contextlib.suppress(OSError):                   # data on a read-only disk: found again next time
+            Disk.replace(cache, lambda f: np.save(f, nearest))
+    known = nearest >= 0
+    split.rows[missing[known]], split.groups[missing[known]] = nearest[known], bank.groups[nearest[known]]
+    run.say(f"data   | {len(missing):,} of {len(split):,} rows of {split.target_key} equal no bank row: {known.sum():,} have a near-duplicate there, "
+            f"{(~known).sum():,} are documents of their own")
+
+
+def tell_plan(trainer):
+    """What this run is going to be, before it costs anything."""
+    cfg, run, train, val = trainer.cfg, trainer.run, trainer.train, trainer.val
+    (M, D), L, W = train.bank.vectors.shape, train.C.shape[1], min(trainer.effective, len(train))
+    weights = sum(w.numel() for w in trainer.tower.parameters())
+    mined = W * max((r.count for r in parse_schedule(cfg.mine_schedule, cfg.epochs) if r.first <= cfg.epochs), default=0) * (not cfg.no_mining)
+    columns = W + cfg.memory_bank_size + cfg.bank_negatives + mined
+    memory = 4 * (4 * weights + D * columns + cfg.bs * (L * (2 * D + 20 * cfg.hidden_dim * cfg.num_layers) + 6 * columns)) / 1e9 + 0.3
+    run.say(f"data   | {len(train):,} training and {len(val):,} validation pairs, {'indexed' if train.indexed else 'dense'}, {L} x {D} | "
+            f"bank {M:,} rows, {M - len(train.bank.keys):,} equal to an earlier one")
+    run.say(f"tower  | {cfg.cell}, {cfg.num_layers} x {cfg.hidden_dim} each way, pool {cfg.pool}, residual {cfg.residual} | {weights:,} parameters | "
+            f"{run.device}, fp32, {torch.get_num_threads()} threads")
+    run.say(f"plan   | {cfg.bs} x {cfg.accum} = {trainer.effective} pairs a step | {trainer.total:,} updates, {trainer.steps_per_epoch:,} an epoch | "
+            f"learning rates sum to {sum(learning_rate(cfg, u, trainer.total) for u in range(trainer.total)):.3g}")
+    run.say(f"plan   | negatives a query up to {W - 1:,} window + {cfg.memory_bank_size:,} memory + {cfg.bank_negatives:,} bank + {mined:,} mined | "
+            f"memory about {memory:.1f} GB private | disk about {48 * weights / 1e9:.2f} GB")
+    if shared := int(np.isin(val.groups, train.groups).sum()):
+        run.say(f"data   | warning: {shared:,} of {len(val):,} validation targets are training targets too; the result flatters the tower")
+
+
+def dry_run(cfg, device):
+    """Check, plan, and time three steps of a tower that is thrown away."""
+    with tempfile.TemporaryDirectory(prefix="twotower.") as cache:
+        run, times = Run(None, cfg, device), []
+        train, val = open_data(cfg, Path(cache))
+        trainer = Trainer(cfg, run, train, val)
+        tell_plan(trainer)
+        for _ in range(3):
+            started, window = time.time(), np.arange(min(trainer.effective, len(train)))
+            trainer.step(window, load_batches(train, [window[a:b] for a, b in spans(len(window), cfg.bs)], 0))
+            times.append(time.time() - started)
+        run.say(f"plan   | {1000 * np.median(times):.0f} ms a step: {np.median(times) * trainer.total / 60:.1f} minutes of steps, evaluation and mining "
+                f"not counted | {private_mb():,.0f} MB private now")
+        run.say("dry run: nothing was written")
+    return 0
+
+
+def start_run(cfg, device):
+    """Train in a folder of its own, and record how it ended."""
+    (files, machine), trainer = describe(cfg, device), None
+    train, val = open_data(cfg)                              # before the folder: bad input leaves none behind
+    folder, checkpoint, line = choose_folder(cfg, files)
+    run = Run(folder, cfg, device)
+    run.say(line)
+    try:
+        for split in (train, val):
+            resolve_targets(split, cfg, run)
+        trainer = Trainer(cfg, run, train, val)
+        if checkpoint:
+            trainer.restore(read_checkpoint(checkpoint, run.say))
+            stored = read_config(checkpoint.parent.parent / "config.yaml")
+            if other := [f"{k} {stored.get(k)} -> {v}" for k, v in machine.items() if stored.get(k) != v]:
+                run.say(f"resume | warning: the same bits are not promised here: {', '.join(other)}")
+        write_config(folder / "config.yaml", vars(cfg) | {"out": str(folder), "resume": ""} | files | machine)
+        run.event("start", phase="load", pid=os.getpid(), resumed=bool(checkpoint), argv=sys.argv[1:], **machine)
+        tell_plan(trainer)
+        trainer.fit()
+    except Interrupted:
+        name = signal.Signals(run.signum).name
+        if trainer:
+            trainer.save(required=True)
+        run.event("end", status="interrupted", signal=name)
+        run.say(f"stopped by {name} and saved at step {run.progress.updates}; go on with: {resume_command(folder)}")
+        return 128 + run.signum
+    except Diverged as e:
+        trainer.save(required=True)
+        run.event("end", status="diverged", error=str(e))
+        print(f"train: diverged: {e}; the last good state is saved; lower --lr, or mend the rows named above", file=sys.stderr)
+        return 3
+    except BaseException as e:
+        run.event("end", status="failed", error=f"{type(e).__name__}: {e}")
+        raise
+    p, last = run.progress, run.progress.history[-1]
+    run.event("end", status="done", best_epoch=p.best_epoch, best=p.best)
+    run.say(f"done   | best epoch {p.best_epoch}, {cfg.metric} {p.best:.4f} | {folder / 'checkpoints' / 'best.pt'}")
+    if not last["above_baseline"]:
+        run.say(f"done   | this tower is not above the baseline {last['best_baseline']}: use that, or train longer")
+    return 0
+
+
+def main(argv=None):
+    try:
+        cfg = make_config(parse_flags(sys.argv[1:] if argv is None else argv))
+        there = {"mps": torch.backends.mps.is_available(), "cuda": torch.cuda.is_available()}
+        device, warnings = device_rules(cfg.device, cfg.accum, {name for name in there if there[name]})
+        for warning in warnings:
+            print(f"train: warning: {warning}", file=sys.stderr)
+        if cfg.threads:
+            torch.set_num_threads(cfg.threads)
+        return dry_run(cfg, device) if cfg.dry_run else start_run(cfg, device)
+    except UserError as e:
+        print(f"train: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("train: stopped before training began; nothing was written", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
