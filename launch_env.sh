@@ -2,6 +2,7 @@
 # Summary: what every shell script of the suite shares: the virtual environment, thread and OpenMP settings, the data, the start
 # Usage:   . ./launch_env.sh      from a script that has changed to the suite's folder
 
+caller_folder=${OLDPWD:-$PWD}                 # where the user stands: PAIRS= and BANK= are relative to it
 abort() { echo "$(basename "$0"): $*" >&2; exit 2; }
 
 # ensure_venv FILE...: .venv with the packages of these requirements files; installs only when one of them has changed
@@ -50,6 +51,8 @@ choose_data() {
   demo_flags=()
   if [ -n "${PAIRS:-}${BANK:-}" ]; then
     [ -n "${PAIRS:-}" ] && [ -n "${BANK:-}" ] || abort "set both PAIRS= and BANK=, or neither"
+    case $PAIRS in /*) ;; *) PAIRS=$caller_folder/$PAIRS ;; esac
+    case $BANK in /*) ;; *) BANK=$caller_folder/$BANK ;; esac
     return
   fi
   PAIRS=artifacts/twotower/pairs_v4_synth.npz
