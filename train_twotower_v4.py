@@ -758,7 +758,7 @@ def search_bank(write_queries, n, k, bank, cfg, run):
 def mine_negatives(tower, train, rule, epoch, cfg, run):
     """(N, count) bank rows by pair, -1 where the window holds too few. Ranks count candidates only."""
     started, bank, N, let_through = time.time(), train.bank, len(train), 0
-    k = (rule.high if rule.kind == "rank" else 256) + 8 + (train.C.shape[1] if train.indexed else 0)     # more, for what is no candidate
+    k = (rule.high if rule.kind == "rank" else 256) + 8 + train.C.shape[1]               # more than asked for: some are no candidates
     ids, backend = search_bank(lambda out: encode(tower, train, np.arange(N), out, run), N, k, bank, cfg, run)
     mined = np.full((N, rule.count), -1, np.int32)
     for a, b in spans(N, 64):
@@ -883,26 +883,37 @@ class Run:
 
     def __init__(self, folder, cfg, device):
         self.folder, self.device, self.progress, self.signum, self.bar = folder, device, Progress(), None, None
-        self.events, self.heartbeat, self.log, self.pending, self.beats = None, None, None, b"", 0
+        self.events, self.heartbeat, self.log, self.pending, self.beats, self.files = None, None, None, b"", 0, []
         if folder is None:
             return
         try:
             for sub in ("checkpoints", "crash"):
                 (folder / sub).mkdir(parents=True, exist_ok=True)
-            self.lock = lock_folder(folder)
+            self.files.append(lock_folder(folder))
             for left in folder.glob("search.*"):             # by a search that was killed
                 shutil.rmtree(left)
-            self.events = os.open(folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            self.heartbeat = os.open(folder / "crash" / "heartbeat", os.O_WRONLY | os.O_CREAT, 0o644)
-            faulthandler.enable(os.open(folder / "crash" / "faulthandler.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+            self.events = self.open(folder / "events.jsonl", os.O_APPEND)
+            self.heartbeat = self.open(folder / "crash" / "heartbeat")
+            faulthandler.enable(self.open(folder / "crash" / "faulthandler.log", os.O_APPEND))
             if cfg.log_dir != "none":
                 Path(cfg.log_dir).mkdir(parents=True, exist_ok=True)
-                name = time.strftime(f"twotower_{folder.name}_%Y%m%d_%H%M%S.log")
-                self.log = os.open(Path(cfg.log_dir) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                self.log = self.open(Path(cfg.log_dir) / time.strftime(f"twotower_{folder.name}_%Y%m%d_%H%M%S.log"), os.O_APPEND)
         except OSError as e:
             raise UserError(f"{e.filename or folder}: {e.strerror}; give an --out and a --log-dir that can be written") from None
         for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(s, self.on_signal)
+
+    def open(self, path, mode=0):
+        self.files.append(os.open(path, os.O_WRONLY | os.O_CREAT | mode, 0o644))
+        return self.files[-1]
+
+    def close(self):
+        """Let go of the folder and of the signals, for a caller that lives on."""
+        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(s, signal.SIG_DFL if s != signal.SIGINT else signal.default_int_handler)
+        faulthandler.disable()
+        for fd in self.files:
+            os.close(fd)
 
     def on_signal(self, signum, _frame):
         if self.signum:
@@ -1032,6 +1043,10 @@ class Trainer:
         self.eval_idx = sample_validation(val, cfg)
         self.saved_at, self.failed_saves, self.spoke_at = time.time(), 0, 0.0
 
+    def disk_bytes(self):
+        """Two generations, the best one and one being written; each the weights and their two moments."""
+        return 4 * 3 * 4 * sum(w.numel() for w in self.tower.parameters())
+
     def fit(self):
         p, run = self.progress, self.run
         if not p.baselines:
@@ -1039,6 +1054,8 @@ class Trainer:
             for name, s in ((name, summarize(ranks)) for name, ranks in p.baselines.items()):
                 run.say(f"baseline {name:<7} | r@10 {100 * s['recall@10']:.1f} | r@100 {100 * s['recall@100']:.1f} | r@500 {100 * s['recall@500']:.1f} | "
                         f"mrr {s['mrr']:.4f} | median rank {s['median_rank']:.0f}")
+            if (free := shutil.disk_usage(run.folder).free) < (need := self.disk_bytes()):
+                raise UserError(f"{run.folder}: {free / 1e6:.1f} MB are free, checkpoints need about {need / 1e6:.1f} MB; make room, or give another --out")
             self.save(required=True)                         # before hours are spent: the disk takes a checkpoint
         while p.epoch <= self.cfg.epochs and (p.updates < self.total or p.position):     # or: trained, and not judged yet
             self.epoch()
@@ -1276,7 +1293,7 @@ def tell_plan(trainer):
     run.say(f"plan   | {cfg.bs} x {cfg.accum} = {trainer.effective} pairs a step | {trainer.total:,} updates, {trainer.steps_per_epoch:,} an epoch | "
             f"learning rates sum to {sum(learning_rate(cfg, u, trainer.total) for u in range(trainer.total)):.3g}")
     run.say(f"plan   | negatives a query up to {W - 1:,} window + {cfg.memory_bank_size:,} memory + {cfg.bank_negatives:,} bank + {mined:,} mined | "
-            f"memory about {memory:.1f} GB private | disk about {48 * weights / 1e9:.2f} GB")
+            f"memory about {memory:.1f} GB private | disk about {trainer.disk_bytes() / 1e9:.2f} GB")
     if shared := int(np.isin(val.groups, train.groups).sum()):
         run.say(f"data   | warning: {shared:,} of {len(val):,} validation targets are training targets too; the result flatters the tower")
 
@@ -1296,6 +1313,14 @@ def dry_run(cfg, device):
                 f"not counted | {private_mb():,.0f} MB private now")
         run.say("dry run: nothing was written")
     return 0
+
+
+def tell_end(run, cfg):
+    p, last = run.progress, run.progress.history[-1]
+    run.event("end", status="done", best_epoch=p.best_epoch, best=p.best)
+    run.say(f"done   | best epoch {p.best_epoch}, {cfg.metric} {p.best:.4f} | {run.folder / 'checkpoints' / 'best.pt'}")
+    if not last["above_baseline"]:
+        run.say(f"done   | this tower is not above the baseline {last['best_baseline']}: use that, or train longer")
 
 
 def start_run(cfg, device):
@@ -1318,6 +1343,8 @@ def start_run(cfg, device):
         run.event("start", phase="load", pid=os.getpid(), resumed=bool(checkpoint), argv=sys.argv[1:], **machine)
         tell_plan(trainer)
         trainer.fit()
+        tell_end(run, cfg)
+        return 0
     except Interrupted:
         name = signal.Signals(run.signum).name
         if trainer:
@@ -1333,12 +1360,8 @@ def start_run(cfg, device):
     except BaseException as e:
         run.event("end", status="failed", error=f"{type(e).__name__}: {e}")
         raise
-    p, last = run.progress, run.progress.history[-1]
-    run.event("end", status="done", best_epoch=p.best_epoch, best=p.best)
-    run.say(f"done   | best epoch {p.best_epoch}, {cfg.metric} {p.best:.4f} | {folder / 'checkpoints' / 'best.pt'}")
-    if not last["above_baseline"]:
-        run.say(f"done   | this tower is not above the baseline {last['best_baseline']}: use that, or train longer")
-    return 0
+    finally:
+        run.close()
 
 
 def main(argv=None):
