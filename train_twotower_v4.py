@@ -13,6 +13,7 @@ Exit codes: 0 done; 2 something the user can mend, said in one line; 3 the numbe
 saved; a native death keeps its signal.
 """
 import argparse
+import collections
 import contextlib
 import dataclasses
 import faulthandler
@@ -40,9 +41,20 @@ from tqdm import tqdm
 
 VERSION = "4.0.0"
 
-
 class UserError(Exception):
     """What the user can mend: printed as one line, exit code 2."""
+
+def require(good, message):
+    if not good:
+        raise UserError(message)
+
+@contextlib.contextmanager
+def mendable(what, advice, *errors):
+    """An error of the outside world that the user can mend, as one line."""
+    try:
+        yield
+    except errors as e:
+        raise UserError(f"{getattr(e, 'filename', None) or what}: {getattr(e, 'strerror', None) or e}; {advice}") from None
 
 
 # -----------------------------------------------------------------------------
@@ -51,9 +63,7 @@ class UserError(Exception):
 def flag(group, default, text, low=None, choices=None):
     return dataclasses.field(default=default, metadata={"group": group, "help": text, "low": low, "choices": choices})
 
-
 METRICS = ("recall@1", "recall@10", "recall@100", "recall@500", "recall@1000", "mrr")
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -102,21 +112,17 @@ class Config:
     max_steps: int = flag("run", 0, "optimizer steps after which the run is done; 0 = all of the epochs", 0)
     dry_run: bool = flag("run", False, "check the data, time three steps, print the plan, leave nothing behind; off = train")
 
-
 FIELDS = dataclasses.fields(Config)
 # what may differ between two starts without making it another run (the data files are compared by content)
 NOT_IDENTITY = {"out", "log_dir", "resume", "dry_run", "ckpt_seconds", "workers", "threads", "search", "max_bad_steps", "pairs", "bank"}
 MODEL_FLAGS = ("cell", "hidden_dim", "num_layers", "pool", "residual")
 
-
 def option(name):
     return "--" + name.replace("_", "-")
-
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (--help lists the flags)")
-
 
 def parse_flags(argv):
     """The flags that were given, and only those."""
@@ -133,36 +139,24 @@ def parse_flags(argv):
                                help=text + (f" [{f.default}]" if f.default != "" else ""))
     return vars(parser.parse_args(argv))
 
-
 def make_config(given):
     """The whole config: given flags over those of the run to resume, over the defaults; each value checked."""
     stored = read_config(find_resume(given["resume"])[0] / "config.yaml") if given.get("resume") else {}
     keep = {f.name for f in FIELDS} - {"out", "resume", "dry_run"}
     cfg = Config(**({k: v for k, v in stored.items() if k in keep} | given))
-    for name in ("pairs", "bank"):
-        if not getattr(cfg, name):
-            raise UserError(f"--{name} is missing: give the NPZ file of the {'training pairs' if name == 'pairs' else 'documents'}")
+    require(cfg.pairs, "--pairs is missing: give the NPZ file of the training pairs")
+    require(cfg.bank, "--bank is missing: give the NPZ file of the documents")
     for f in FIELDS:
-        if f.metadata["low"] is not None and not getattr(cfg, f.name) >= f.metadata["low"]:
-            raise UserError(f"{option(f.name)} is {getattr(cfg, f.name)}, expected at least {f.metadata['low']}")
+        low, value = f.metadata["low"], getattr(cfg, f.name)
+        require(low is None or value >= low, f"{option(f.name)} is {value}, expected at least {low}")
     for name, high in (("lr", 1e3), ("tau", 1e3), ("residual_decay", 1), ("filter_threshold", 1)):
-        if not 0 < getattr(cfg, name) <= high:
-            raise UserError(f"{option(name)} is {getattr(cfg, name)}, expected above 0 and at most {high:g}")
-    if cfg.lr_min > cfg.lr:
-        raise UserError(f"--lr-min {cfg.lr_min:g} is above --lr {cfg.lr:g}")
+        require(0 < getattr(cfg, name) <= high, f"{option(name)} is {getattr(cfg, name)}, expected above 0 and at most {high:g}")
+    require(cfg.lr_min <= cfg.lr, f"--lr-min {cfg.lr_min:g} is above --lr {cfg.lr:g}")
     parse_schedule(cfg.mine_schedule, cfg.epochs)
     return cfg
 
-
-@dataclasses.dataclass(frozen=True)
-class MineRule:
-    first: int
-    last: float            # inf = to the end
-    count: int = 0         # 0 = no mining in these epochs
-    kind: str = ""         # rank or cosine
-    low: float = 0
-    high: float = 0
-
+# epochs first to last (inf = the end): count (0 = none) negatives from a window by kind (rank or cosine), low to high
+MineRule = collections.namedtuple("MineRule", "first last count kind low high", defaults=(0, "", 0, 0))
 
 def parse_schedule(text, epochs):
     """`1-5:none;6-10:8@r10-100;11-:16@0.82-0.92` -> rules that cover each epoch once."""
@@ -170,40 +164,32 @@ def parse_schedule(text, epochs):
     for part in text.split(";"):
         number = r"(\d+(?:\.\d+)?)"
         m = re.fullmatch(rf"\s*(\d+)-(\d*):(?:none|(\d+)@(?:r(\d+)-(\d+)|{number}-{number}))\s*", part)
-        if not m:
-            raise UserError(f"--mine-schedule: can't read '{part}', expected like 6-10:8@r10-100, 11-:16@0.82-0.92 or 1-5:none")
+        require(m, f"--mine-schedule: can't read '{part}', expected like 6-10:8@r10-100, 11-:16@0.82-0.92 or 1-5:none")
         first, last = int(m[1]), int(m[2]) if m[2] else float("inf")
-        if first != expected or last < first:
-            what = "overlap" if first < expected else "gap"
-            raise UserError(f"--mine-schedule: '{part}' leaves a {what}: it must begin at epoch {expected} and not end before it begins")
+        what = "an overlap" if first < expected else "a gap"
+        require(first == expected and last >= first, f"--mine-schedule: '{part}' leaves {what}: it must begin at epoch {expected} and end no sooner")
         rule = MineRule(first, last)
         if m[3]:
             rule = MineRule(first, last, int(m[3]), *(("rank", int(m[4]), int(m[5])) if m[4] else ("cosine", float(m[6]), float(m[7]))))
             good = 1 <= rule.low <= rule.high if rule.kind == "rank" else rule.low < rule.high <= 1
-            if not (good and rule.count):
-                raise UserError(f"--mine-schedule: '{part}' has an empty window (ranks count from 1, cosines end at 1)")
+            require(good and rule.count, f"--mine-schedule: '{part}' has an empty window (ranks count from 1, cosines end at 1)")
         rules.append(rule)
         expected = last + 1
-    if expected <= epochs:
-        raise UserError(f"--mine-schedule: leaves a gap from epoch {expected} to --epochs {epochs}; write {rules[-1].first}- in its last part")
+    require(expected > epochs, f"--mine-schedule: leaves a gap from epoch {expected} to --epochs {epochs}; write {rules[-1].first}- in its last part")
     return rules
-
 
 def rule_for(cfg, epoch):
     rule = next(r for r in parse_schedule(cfg.mine_schedule, cfg.epochs) if r.first <= epoch <= r.last)
     return rule if rule.count and not cfg.no_mining else None
 
-
 def device_rules(device, accum, available):
     """What --device means on a machine with these accelerators -> (device, warnings). Pure: any machine can ask for mps."""
     if device == "auto":
         device = next(d for d in ("cuda", "mps", "cpu") if d in available or d == "cpu")
-    if device != "cpu" and device not in available:
-        raise UserError(f"--device {device}: there is none on this machine; run ./launch_v4_cpu.sh, or give --device cpu")
+    require(device == "cpu" or device in available, f"--device {device}: there is none on this machine; run ./launch_v4_cpu.sh, or give --device cpu")
     risky = device == "mps" and accum > 4
     return device, [f"--accum {accum} on MPS: runs with 32 accumulated backward passes died silently at batches 117 and 927; "
                     "./launch_v4_mps_safe.sh has --accum 4"] if risky else []
-
 
 def learning_rate(cfg, update, total):
     """Linear warm-up, then a cosine down to --lr-min; by optimizer step, the first one is 0."""
@@ -232,38 +218,28 @@ class Disk:
                 os.replace(path, previous_generation(path))
             os.replace(temporary, path)
             folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            os.fsync(folder)
+            os.close(folder)
         finally:
             temporary.unlink(missing_ok=True)
 
-
 def previous_generation(path):
     return path.with_name(f"{path.stem}.prev{path.suffix}")
-
 
 def find_resume(path):
     """--resume -> (run folder, checkpoint)."""
     path = Path(path)
     folder, checkpoint = (path, path / "checkpoints" / "last.pt") if path.is_dir() else (path.parent.parent, path)
-    if not checkpoint.is_file() and not previous_generation(checkpoint).is_file():
-        raise UserError(f"--resume {path}: there is no checkpoint; give a run folder or one of its checkpoints/*.pt")
+    there = checkpoint.is_file() or previous_generation(checkpoint).is_file()
+    require(there, f"--resume {path}: there is no checkpoint; give a run folder or one of its checkpoints/*.pt")
     return folder, checkpoint
-
 
 def write_config(path, values):
     Disk.replace(path, "".join(f"{k}: {json.dumps(v)}\n" for k, v in values.items()).encode())
 
-
 def read_config(path):
-    try:
+    with mendable(path, "expected a run folder's lines of `key: json`", OSError, ValueError):
         return {k: json.loads(v) for k, _, v in (line.partition(": ") for line in Path(path).read_text().splitlines())}
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; is this a run folder?") from None
-    except ValueError:
-        raise UserError(f"{path}: damaged, expected lines of `key: json`") from None
 
 
 # -----------------------------------------------------------------------------
@@ -272,36 +248,26 @@ def read_config(path):
 CHUNK = 16_384                                               # bank rows handled at a time
 SCAN_LIMIT = 2 ** 30                                         # files up to this size are checked whole
 
-
 def spans(n, size):
     return ((a, min(a + size, n)) for a in range(0, n, size))
 
-
 def npz_members(path):
-    try:
-        with zipfile.ZipFile(path) as z:
-            return [m for m in z.infolist() if m.filename.endswith(".npy")]
-    except zipfile.BadZipFile:
-        raise UserError(f"{path}: not a whole NPZ file (cut short, or no zip archive); make it again") from None
-    except OSError as e:
-        raise UserError(f"{path}: {e.strerror}") from None
-
+    with mendable(path, "not a whole NPZ file; make it again", zipfile.BadZipFile), mendable(path, "give a file that can be read", OSError), \
+            zipfile.ZipFile(path) as z:
+        return [m for m in z.infolist() if m.filename.endswith(".npy")]
 
 def fingerprint(path):
     """Names, sizes and checksums from the zip's directory: they stand for the whole content, without reading it."""
     return hashlib.sha256(repr([(m.filename, m.file_size, m.CRC) for m in npz_members(path)]).encode()).hexdigest()[:16]
 
-
 def open_npz(path, cache=None):
     """The arrays of an NPZ, mapped in place, and the file they are in: a compressed NPZ is unpacked once, beside it or in `cache`."""
     path, members = Path(path), npz_members(path)
-    if any(m.flag_bits & 1 for m in members):
-        raise UserError(f"{path}: is encrypted; save it with np.savez")
+    require(not any(m.flag_bits & 1 for m in members), f"{path}: is encrypted; save it with np.savez")
     if any(m.compress_type != zipfile.ZIP_STORED for m in members):
         path = unpack_npz(path, members, cache or path.parent)
         members = npz_members(path)
     return {m.filename.removesuffix(".npy"): map_member(path, m) for m in members}, path
-
 
 def map_member(path, member):
     key = member.filename.removesuffix(".npy")
@@ -309,21 +275,17 @@ def map_member(path, member):
         f.seek(member.header_offset)
         start = member.header_offset + 30 + sum(struct.unpack("<HH", f.read(30)[26:30]))
         f.seek(start)
-        try:
-            headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        with mendable(f"{path}: {key}", "no NumPy array; make it again", ValueError, KeyError):
             shape, fortran, dtype = headers[np.lib.format.read_magic(f)](f)
-        except (ValueError, KeyError) as e:
-            raise UserError(f"{path}: {key} is no NumPy array ({e}); make it again") from None
         offset = f.tell()
-    if dtype.hasobject:
-        raise UserError(f"{path}: {key} holds pickled Python objects; save plain arrays of float32, float16 or integers")
+    require(not dtype.hasobject, f"{path}: {key} holds pickled Python objects; save plain arrays of float32, float16 or integers")
     n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if offset - start + n_bytes != member.file_size or offset + n_bytes > os.path.getsize(path):
-        raise UserError(f"{path}: {key} is cut short, {shape} needs {n_bytes:,} bytes; make it again")
+    whole = offset - start + n_bytes == member.file_size and offset + n_bytes <= os.path.getsize(path)
+    require(whole, f"{path}: {key} is cut short, {shape} needs {n_bytes:,} bytes; make it again")
     if n_bytes == 0:                                         # nothing to map
         return np.empty(shape, dtype)
     return np.memmap(path, dtype, "r", offset, shape, "F" if fortran else "C")
-
 
 def unpack_npz(path, members, folder):
     """Store a compressed NPZ uncompressed, under a name that its size, time and checksums decide."""
@@ -332,10 +294,9 @@ def unpack_npz(path, members, folder):
     target = folder / f".{path.name}.{key}.unpacked.npz"
     if target.exists():
         return target
-    if declared > 200 * stat.st_size + 2 ** 26:
-        raise UserError(f"{path}: {stat.st_size:,} bytes claim to unpack to {declared:,}; refused as a zip bomb, save it with np.savez")
-    if declared > (free := shutil.disk_usage(folder).free) - 2 ** 26:
-        raise UserError(f"{path}: unpacks to {declared / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free; free some")
+    free = shutil.disk_usage(folder).free
+    require(declared <= 200 * stat.st_size + 2 ** 26, f"{path}: {stat.st_size:,} bytes claim to be {declared:,}; refused as a zip bomb, use np.savez")
+    require(declared <= free - 2 ** 26, f"{path}: unpacks to {declared / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free; make room")
 
     def copy(f):
         with zipfile.ZipFile(path) as source, zipfile.ZipFile(f, "w", zipfile.ZIP_STORED) as out, \
@@ -345,36 +306,27 @@ def unpack_npz(path, members, folder):
                     while block := reader.read(2 ** 22):
                         writer.write(block)
                         bar.update(len(block))
-    try:
+    with mendable(path, "damaged inside; make it again", zipfile.BadZipFile, zlib.error, EOFError), \
+            mendable(path, "can't be unpacked there; save it with np.savez", OSError):
         Disk.replace(target, copy)
-    except (zipfile.BadZipFile, zlib.error, EOFError) as e:
-        raise UserError(f"{path}: damaged inside ({e}); make it again") from None
-    except OSError as e:
-        raise UserError(f"{path}: compressed, and can't be unpacked into {folder}: {e.strerror}; save it with np.savez") from None
     for old in set(folder.glob(f".{path.name}.*.unpacked.npz")) - {target}:
         old.unlink()
     return target
 
-
 def row_norms(rows):
     return np.sqrt(np.einsum("nd,nd->n", rows, rows, dtype=np.float32))                  # (n,)
-
 
 def unit_rows(rows):
     """The document tower: rows (n, D) in float32, with norm 1."""
     rows = rows.astype(np.float32)
     return rows / np.maximum(row_norms(rows), 1e-12)[:, None]
 
-
 def check_array(path, key, array, rank, kind, shape_text):
     """One array's rank, dtype and rows, or one line that says what is wrong with it."""
-    if array.ndim != rank:
-        raise UserError(f"{path}: {key} is {array.shape}, expected {shape_text}")
-    if not (array.dtype in (np.float32, np.float16) if kind == "float" else array.dtype.kind in "iu"):
-        raise UserError(f"{path}: {key} is {array.dtype}, expected {'float32 or float16' if kind == 'float' else 'integers'}; convert it with .astype")
-    if 0 in array.shape:
-        raise UserError(f"{path}: {key} is {array.shape}: it has no rows")
-
+    require(array.ndim == rank, f"{path}: {key} is {array.shape}, expected {shape_text}")
+    good, wanted = (array.dtype in (np.float32, np.float16), "float32 or float16") if kind == "float" else (array.dtype.kind in "iu", "integers")
+    require(good, f"{path}: {key} is {array.dtype}, expected {wanted}; convert it with .astype")
+    require(0 not in array.shape, f"{path}: {key} is {array.shape}: it has no rows")
 
 def check_rows(path, key, array, zero_is_padding=False):
     """Refuse NaN, Inf, zero rows and empty contexts: everywhere in a file of modest size, in a few places of a larger one."""
@@ -385,9 +337,7 @@ def check_rows(path, key, array, zero_is_padding=False):
         norms = row_norms(array[a:b].reshape(-1, array.shape[-1])).reshape(b - a, -1)    # (rows, 1 or L)
         zero = (norms == 0).all(1) if zero_is_padding else (norms == 0).any(1)
         for what, bad in (("NaN or Inf", ~np.isfinite(norms).all(1)), ("only zeros", zero)):
-            if bad.any():
-                raise UserError(f"{path}: {key} has {what} in rows {(a + np.flatnonzero(bad))[:5].tolist()}; drop them and make the file again")
-
+            require(not bad.any(), f"{path}: {key} has {what} in rows {(a + np.flatnonzero(bad))[:5].tolist()}; drop them and make the file again")
 
 def row_keys(rows):
     """(n, D) -> (n,) 64-bit hashes of the values: equal rows have equal keys in float16 and float32 alike."""
@@ -398,14 +348,12 @@ def row_keys(rows):
         keys[a:b] = (words ^ (words >> np.uint64(32))).sum(1, dtype=np.uint64)
     return keys
 
-
 class Bank:
     """The documents: mapped vectors, and for each row its group, the first row that equals it."""
 
     def __init__(self, path, cache=None):
         arrays, self.path = open_npz(path, cache)
-        if "vectors" not in arrays:
-            raise UserError(f"{path}: has no key 'vectors', only {sorted(arrays)}")
+        require("vectors" in arrays, f"{path}: has no key 'vectors', only {sorted(arrays)}")
         self.vectors = arrays["vectors"]                                                 # (M, D)
         check_array(path, "vectors", self.vectors, 2, "float", "(M, D)")
         check_rows(self.path, "vectors", self.vectors)
@@ -421,7 +369,6 @@ class Bank:
     def documents(self, ids):
         return unit_rows(self.vectors[ids])                                              # (n, D)
 
-
 class Split:
     """Training or validation pairs by number, whichever form the file has."""
 
@@ -429,14 +376,12 @@ class Split:
         self.path, self.name, self.bank, self.indexed = path, name, bank, f"C_{name}" in arrays
         self.context_key, self.target_key = (f"C_{name}", f"T_{name}") if self.indexed else (f"X_{name}", f"Y_{name}")
         for key in (self.context_key, self.target_key):
-            if key not in arrays:
-                raise UserError(f"{path}: has no key '{key}', only {sorted(arrays)}; expected X_, Y_ or C_, T_ of train and val")
+            require(key in arrays, f"{path}: has no key '{key}', only {sorted(arrays)}; expected X_, Y_ or C_, T_ of train and val")
         self.C, self.T = arrays[self.context_key], arrays[self.target_key]               # (N, L) or (N, L, D); (N,) or (N, D)
         kind, more, text = ("int", 0, "") if self.indexed else ("float", 1, ", D")
         check_array(path, self.context_key, self.C, 2 + more, kind, f"(N, L{text})")
         check_array(path, self.target_key, self.T, 1 + more, kind, f"(N{text or ','})")
-        if len(self.C) != len(self.T):
-            raise UserError(f"{path}: {self.context_key} has {len(self.C)} rows, {self.target_key} has {len(self.T)}; expected as many")
+        require(len(self.C) == len(self.T), f"{path}: {self.context_key} has {len(self.C)} rows, {self.target_key} has {len(self.T)}; expected as many")
         self.check_indexed() if self.indexed else self.check_dense()
         self.rows = np.asarray(self.T, np.int64) if self.indexed else bank.find(self.T)  # (N,) of the bank, -1 = not there
         # (N,) the group of each target; one that the bank lacks has a group of its own, past the bank's rows
@@ -444,18 +389,17 @@ class Split:
 
     def check_indexed(self):
         M = len(self.bank.vectors)
+        outside = f"names a document outside the bank's {M:,} rows; is this its bank?"
         for a, b in spans(len(self.C), CHUNK):
             C, T = self.C[a:b], self.T[a:b]
-            for key, bad, what in ((self.context_key, ((C < -1) | (C >= M)).any(1), f"names a document outside the bank's {M:,} rows; is this its bank?"),
-                                   (self.target_key, (T < 0) | (T >= M), f"names a document outside the bank's {M:,} rows; is this its bank?"),
+            for key, bad, what in ((self.context_key, ((C < -1) | (C >= M)).any(1), outside), (self.target_key, (T < 0) | (T >= M), outside),
                                    (self.context_key, (C < 0).all(1), "has no context, only padding; drop it")):
-                if bad.any():
-                    raise UserError(f"{self.path}: {key} row {a + int(np.argmax(bad))} {what}")
+                require(not bad.any(), f"{self.path}: {key} row {a + int(np.argmax(bad))} {what}")
 
     def check_dense(self):
+        D = self.bank.vectors.shape[1]
         for key, array in ((self.context_key, self.C), (self.target_key, self.T)):
-            if array.shape[-1] != self.bank.vectors.shape[1]:
-                raise UserError(f"{self.path}: {key} has D = {array.shape[-1]}, the bank has D = {self.bank.vectors.shape[1]}")
+            require(array.shape[-1] == D, f"{self.path}: {key} has D = {array.shape[-1]}, the bank has D = {D}")
             check_rows(self.path, key, array, zero_is_padding=array is self.C)
 
     def __len__(self):
@@ -483,7 +427,6 @@ class Split:
             return own
         return np.concatenate([own, np.where(self.C[idx] < 0, -1, self.bank.groups[self.C[idx]])], 1)
 
-
 def open_contexts(path, bank_path, name):
     """A Split that can only read contexts, for a loader process: the trainer has checked the files."""
     split, bank = object.__new__(Split), object.__new__(Bank)
@@ -491,7 +434,6 @@ def open_contexts(path, bank_path, name):
     split.bank, split.indexed = bank, f"C_{name}" in arrays
     split.C = arrays[f"C_{name}" if split.indexed else f"X_{name}"]
     return split
-
 
 def open_data(cfg, cache=None):
     bank = Bank(cfg.bank, cache)
@@ -502,31 +444,34 @@ def open_data(cfg, cache=None):
 # -----------------------------------------------------------------------------
 # search worker: this file in another process, with FAISS and without torch; one job, then it exits
 
-def run_search_job(path):
-    """Exact top-k of each query over the bank by cosine, best first; the ids go to a file beside the job."""
-    import faiss
-    path, parent = Path(path), os.getppid()
-    job = json.loads(path.read_text())
-    faiss.omp_set_num_threads(job["threads"])
-    bank, queries = open_npz(job["bank"])[0]["vectors"], np.load(job["queries"], mmap_mode="r")         # (M, D), (n, D)
-    k = min(job["k"], len(bank))
-    ids = np.lib.format.open_memmap(path.with_name("ids.npy"), "w+", np.int32, (len(queries), k))
-    # a float32 bank of unit rows is searched where it is mapped; any other one in converted pieces
-    ready = bank.dtype == np.float32 and all(np.abs(row_norms(bank[a:b]) - 1).max() < 1e-6 for a, b in spans(len(bank), CHUNK))
-    for a, b in spans(len(queries), 4096):
-        scores, rows = np.empty((b - a, 0), np.float32), np.empty((b - a, 0), np.int64)
-        for c, d in spans(len(bank), len(bank) if ready else 2 * CHUNK):
-            piece = bank[c:d] if ready else unit_rows(bank[c:d])
-            found = faiss.knn(np.ascontiguousarray(queries[a:b]), piece, min(k, d - c), metric=faiss.METRIC_INNER_PRODUCT)
+def exact_search(queries, bank, k, find, whole, tick):
+    """Top-k rows of the bank for each query by cosine, best first -> ids (n, k). find(q, piece, k) searches one piece."""
+    k, ids = min(k, len(bank)), np.empty((len(queries), min(k, len(bank))), np.int32)
+    # a float32 bank of unit rows can be searched where it is mapped; any other one in converted pieces
+    whole = whole and bank.dtype == np.float32 and all(np.abs(row_norms(bank[a:b]) - 1).max() < 1e-6 for a, b in spans(len(bank), CHUNK))
+    for a, b in spans(len(queries), 2048):
+        q, scores, rows = np.array(queries[a:b]), np.empty((b - a, 0), np.float32), np.empty((b - a, 0), np.int64)
+        for c, d in spans(len(bank), len(bank) if whole else CHUNK):
+            tick("search")
+            found = find(q, bank[c:d] if whole else unit_rows(bank[c:d]), min(k, d - c))
             scores, rows = np.concatenate([scores, found[0]], 1), np.concatenate([rows, found[1] + c], 1)
             best = np.argsort(-scores, 1, kind="stable")[:, :k]
             scores, rows = np.take_along_axis(scores, best, 1), np.take_along_axis(rows, best, 1)
-            if os.getppid() != parent:
-                return 1                                     # the trainer is gone
         ids[a:b] = rows
-    ids.flush()
-    return 0
+    return ids
 
+def run_search_job(path):
+    import faiss
+    job, parent = json.loads(Path(path).read_text()), os.getppid()
+    faiss.omp_set_num_threads(job["threads"])
+
+    def tick(_phase):
+        if os.getppid() != parent:                           # the trainer is gone
+            sys.exit(1)
+    ids = exact_search(np.load(job["queries"], mmap_mode="r"), open_npz(job["bank"])[0]["vectors"], job["k"],
+                       lambda q, piece, k: faiss.knn(q, piece, k, metric=faiss.METRIC_INNER_PRODUCT), True, tick)
+    np.save(job["ids"], ids)
+    return 0
 
 def end_without_torch():
     """What is answered before torch is imported: the search job, --help, --version, flags that make no sense."""
@@ -537,7 +482,6 @@ def end_without_torch():
     except UserError as e:
         print(f"train: {e}", file=sys.stderr)
         sys.exit(2)
-
 
 if __name__ == "__main__":
     end_without_torch()
@@ -551,7 +495,6 @@ from torch import nn  # noqa: E402
 
 BASELINES = {"last": 0.0, "exp 0.3": 0.3, "exp 0.5": 0.5, "exp 0.7": 0.7, "exp 0.9": 0.9, "mean": 1.0}
 
-
 def align(x):
     """(B, L, D) with all-zero rows anywhere -> unit rows at the end of a shorter sequence, and which of them are valid."""
     valid = (x != 0).any(-1)                                              # (B, L)
@@ -561,19 +504,16 @@ def align(x):
     longest = int(valid.sum(1).max())
     return F.normalize(x[:, -longest:], dim=-1), valid[:, -longest:]      # (B, L', D), (B, L')
 
-
 def weighted_context(x, valid, decay):
     """Each vector weighs `decay` times the one after it: 0 is the last one alone, 1 the mean."""
     age = torch.arange(x.shape[1] - 1, -1, -1, device=x.device, dtype=x.dtype)
     weights = torch.pow(torch.tensor(decay, device=x.device, dtype=x.dtype), age) * valid              # (B, L)
     return F.normalize((weights[:, :, None] * x).sum(1), dim=-1)          # (B, D)
 
-
 def roll(h, by):
     """Roll each sequence of (B, L, D) to the left by its own number of steps."""
     at = (torch.arange(h.shape[1], device=h.device) + by[:, None]) % h.shape[1]                        # (B, L)
     return h.gather(1, at[:, :, None].expand_as(h))
-
 
 class QueryTower(nn.Module):
     """Bidirectional recurrent encoder; with a residual it starts as the weighted context, exactly."""
@@ -657,26 +597,18 @@ class ColumnMask:
         columns = self.order[np.repeat(left, count) + np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)]
         scores[..., torch.from_numpy(rows).to(scores.device), torch.from_numpy(columns).to(scores.device)] = value
 
-
-class Negatives:
-    """What the queries of one optimizer step are compared with: blocks of document vectors, and the groups they are of."""
-
-    def __init__(self, blocks):
-        self.blocks = {name: vectors for name, (vectors, _) in blocks.items()}                         # each (n, D)
-        self.groups = {name: groups for name, (_, groups) in blocks.items()}                           # each (n,)
-        self.mask = ColumnMask(np.concatenate(list(self.groups.values())))
-
+# what the queries of one optimizer step are compared with: by kind, vectors (n, D) and their groups (n,); and the mask of them all
+Negatives = collections.namedtuple("Negatives", "blocks groups mask")
 
 def collect_negatives(d, window, memory, mined, train, cfg, key):
     """The shared set: positives of the window, memory bank, random bank rows, rows mined for the window's pairs."""
     bank, (stored, pairs) = train.bank, memory.filled()
     drawn = np.random.default_rng([cfg.seed, 1, *key]).integers(len(bank.vectors), size=cfg.bank_negatives)
     hard = np.unique(mined[window]) if mined is not None else np.empty(0, np.int64)
-    blocks = {"window": (d, train.groups[window]), "memory": (stored, train.groups[pairs])}
+    blocks, groups = {"window": d, "memory": stored}, {"window": train.groups[window], "memory": train.groups[pairs]}
     for name, rows in (("bank", drawn), ("mined", hard[hard >= 0])):
-        blocks[name] = torch.from_numpy(bank.documents(rows)).to(d.device), bank.groups[rows]
-    return Negatives(blocks)
-
+        blocks[name], groups[name] = torch.from_numpy(bank.documents(rows)).to(d.device), bank.groups[rows]
+    return Negatives(blocks, groups, ColumnMask(np.concatenate(list(groups.values()))))
 
 def info_nce(q, d, negatives, forbidden, cfg, counts):
     """Queries (B, D), their positives (B, D) -> the sum of their losses. The margin is in cosines, before tau."""
@@ -704,23 +636,6 @@ def encode(tower, split, idx, out, run):
         out[a:b] = tower(torch.from_numpy(split[idx[a:b]]).to(run.device)).cpu().numpy()
     return out
 
-
-@torch.no_grad()
-def search_torch(queries, bank, k, run):
-    """Exact top-k by cosine, in pieces of the bank -> ids (n, k)."""
-    ids = np.empty((len(queries), min(k, len(bank.vectors))), np.int32)
-    for a, b in spans(len(queries), 1024):
-        q = torch.from_numpy(np.array(queries[a:b])).to(run.device)
-        scores, rows = torch.empty(b - a, 0, device=run.device), torch.empty(b - a, 0, dtype=torch.long, device=run.device)
-        for c, d in spans(len(bank.vectors), CHUNK):
-            run.tick("search")
-            found, at = (q @ torch.from_numpy(bank.documents(slice(c, d))).to(run.device).T).topk(min(k, d - c))
-            scores, best = torch.cat([scores, found], 1).topk(min(k, d))
-            rows = torch.cat([rows, at + c], 1).gather(1, best)
-        ids[a:b] = rows.cpu().numpy()
-    return ids
-
-
 def search_bank(write_queries, n, k, bank, cfg, run):
     """Top-k bank rows of n queries -> (ids (n, k), who found them). A worker that dies costs a line, not the run."""
     with tempfile.TemporaryDirectory(prefix="search.", dir=run.folder) as folder:
@@ -729,9 +644,14 @@ def search_bank(write_queries, n, k, bank, cfg, run):
         queries.flush()
         if run.device == "mps":
             torch.mps.empty_cache()
+
+        def find(q, piece, k):
+            top = (torch.from_numpy(q).to(run.device) @ torch.from_numpy(piece).to(run.device).T).topk(k)
+            return top.values.cpu().numpy(), top.indices.cpu().numpy()
         if cfg.search == "torch":
-            return search_torch(queries, bank, k, run), "torch"
-        job = {"bank": str(bank.path.resolve()), "queries": str(folder / "queries.npy"), "k": k, "threads": torch.get_num_threads()}
+            return exact_search(queries, bank.vectors, k, find, False, run.tick), "torch"
+        job = {"bank": str(bank.path.resolve()), "queries": str(folder / "queries.npy"), "ids": str(folder / "ids.npy"), "k": k,
+               "threads": torch.get_num_threads()}
         (folder / "job.json").write_text(json.dumps(job))
         with open(folder / "stderr", "w+") as errors:
             # a session of its own: Ctrl-C reaches the trainer alone, which then ends the worker
@@ -752,8 +672,7 @@ def search_bank(write_queries, n, k, bank, cfg, run):
             why = (errors.read().strip().splitlines() or ["no message"])[-1]
         run.say(f"search | the worker died ({how}, {why}); searching with torch instead")
         run.event("guard", what=f"search worker died: {how}", rows=[])
-        return search_torch(queries, bank, k, run), "torch"
-
+        return exact_search(queries, bank.vectors, k, find, False, run.tick), "torch"
 
 def mine_negatives(tower, train, rule, epoch, cfg, run):
     """(N, count) bank rows by pair, -1 where the window holds too few. Ranks count candidates only."""
@@ -807,15 +726,12 @@ def count_ranks(queries, split, idx, keep_context, run):
     above[~target.isfinite()] = len(bank.vectors)            # NaN is above nothing, and must not look like rank 1
     return 1 + above.cpu()
 
-
 def metric_values(ranks, metric):
     """(n,) ranks -> (n,) what each query adds to the metric."""
     return 1 / ranks.double() if metric == "mrr" else (ranks <= int(metric.partition("@")[2])).double()
 
-
 def summarize(ranks):
     return {name: float(metric_values(ranks, name).mean()) for name in METRICS} | {"median_rank": float(ranks.double().quantile(0.5))}
-
 
 def paired_interval(difference, draws=2000):
     """95% bootstrap interval of the mean of per-query differences."""
@@ -823,12 +739,10 @@ def paired_interval(difference, draws=2000):
     means = [rng.choice(difference, len(difference)).mean() for _ in range(draws)]
     return [float(v) for v in np.percentile(means, [2.5, 97.5])]
 
-
 def sample_validation(val, cfg):
     if not 0 < cfg.eval_queries < len(val):
         return np.arange(len(val))
     return np.sort(np.random.default_rng(0).choice(len(val), cfg.eval_queries, replace=False))
-
 
 @torch.no_grad()
 def rank_baselines(val, idx, cfg, run):
@@ -839,7 +753,6 @@ def rank_baselines(val, idx, cfg, run):
             queries[i, a:b] = weighted_context(x, valid, decay).numpy()
     return dict(zip(BASELINES, count_ranks(queries, val, idx, cfg.keep_context, run)))
 
-
 def judge(ranks, baselines, metric):
     """The tower's ranks against the best baseline's -> the fields of an eval event."""
     scores = {name: summarize(r) for name, r in baselines.items()}
@@ -848,7 +761,6 @@ def judge(ranks, baselines, metric):
     interval = paired_interval(difference)
     return summarize(ranks) | {"baselines": scores, "best_baseline": best, "metric": metric, "difference": float(difference.mean()),
                                "interval": interval, "above_baseline": interval[0] > 0}
-
 
 def eval_line(epoch, r):
     scale, unit = (1, ".4f") if r["metric"] == "mrr" else (100, ".1f")
@@ -861,13 +773,8 @@ def eval_line(epoch, r):
 # -----------------------------------------------------------------------------
 # guards and heartbeat: the run's folder, its lock, what it says and records, and how it is stopped
 
-class Interrupted(Exception):
-    """A signal asked the run to end; raised only where all state is whole."""
-
-
-class Diverged(Exception):
-    """Too many steps in a row had a non-finite loss or gradient."""
-
+class Stopped(Exception):
+    """The run must end early, with what is to be recorded, said and returned; raised only where all state is whole."""
 
 def private_mb():
     """Private memory of this process; mapped files do not count."""
@@ -877,7 +784,6 @@ def private_mb():
     except OSError:                                          # macOS has no /proc: the highest resident size, in bytes there
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
 
-
 class Run:
     """One run's folder. Without a folder (--dry-run) it only prints."""
 
@@ -886,7 +792,7 @@ class Run:
         self.events, self.heartbeat, self.log, self.pending, self.beats, self.files = None, None, None, b"", 0, []
         if folder is None:
             return
-        try:
+        with mendable(folder, "give an --out and a --log-dir that can be written", OSError):
             for sub in ("checkpoints", "crash"):
                 (folder / sub).mkdir(parents=True, exist_ok=True)
             self.files.append(lock_folder(folder))
@@ -898,8 +804,6 @@ class Run:
             if cfg.log_dir != "none":
                 Path(cfg.log_dir).mkdir(parents=True, exist_ok=True)
                 self.log = self.open(Path(cfg.log_dir) / time.strftime(f"twotower_{folder.name}_%Y%m%d_%H%M%S.log"), os.O_APPEND)
-        except OSError as e:
-            raise UserError(f"{e.filename or folder}: {e.strerror}; give an --out and a --log-dir that can be written") from None
         for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(s, self.on_signal)
 
@@ -923,7 +827,8 @@ class Run:
 
     def check_stop(self):
         if self.signum:
-            raise Interrupted
+            name = signal.Signals(self.signum).name
+            raise Stopped("interrupted", f"stopped by {name} at step {self.progress.updates}", 128 + self.signum)
 
     def beat(self, phase):
         """Where the run is, in one unbuffered write that survives a kill; the last 64 are kept."""
@@ -952,7 +857,6 @@ class Run:
         with contextlib.suppress(OSError):
             self.pending = self.pending[os.write(self.events, self.pending):]
 
-
 def lock_folder(folder):
     """Hold the folder for this process; the kernel lets go of it when the process ends, however it ends."""
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -963,7 +867,6 @@ def lock_folder(folder):
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode(), 0)
     return lock
-
 
 def find_bad_rows(train, window, negatives):
     """Which inputs of a step are not finite, by name."""
@@ -994,7 +897,6 @@ class Progress:
     mined_epoch: int = 0
     mined: object = None                                     # (N, count) bank rows by pair
 
-
 def pack_checkpoint(state):
     """torch's own format, with the SHA-256 in the zip archive's comment: torch.load reads the file as it is."""
     buffer = io.BytesIO()
@@ -1002,7 +904,6 @@ def pack_checkpoint(state):
     body = buffer.getvalue()[:-2]                            # the last two bytes are the length of an empty comment
     comment = b"sha256:" + hashlib.sha256(body).hexdigest().encode()
     return body + struct.pack("<H", len(comment)) + comment
-
 
 def read_checkpoint(path, say):
     """The newest whole generation of a checkpoint."""
@@ -1021,13 +922,11 @@ def read_checkpoint(path, say):
 def ignore_interrupts(_worker):
     signal.signal(signal.SIGINT, signal.SIG_IGN)             # Ctrl-C goes to the whole group; the trainer decides
 
-
 def load_batches(split, micro_batches, workers):
     """Contexts (B, L, D) of each micro-batch, in order."""
     # spawn, not fork: a forked child of a process with OpenMP threads can wait forever in its first parallel region
     more = {"multiprocessing_context": "spawn", "worker_init_fn": ignore_interrupts} if workers else {}
     return iter(torch.utils.data.DataLoader(split, sampler=micro_batches, batch_size=None, num_workers=workers, **more))
-
 
 class Trainer:
     def __init__(self, cfg, run, train, val):
@@ -1054,8 +953,8 @@ class Trainer:
             for name, s in ((name, summarize(ranks)) for name, ranks in p.baselines.items()):
                 run.say(f"baseline {name:<7} | r@10 {100 * s['recall@10']:.1f} | r@100 {100 * s['recall@100']:.1f} | r@500 {100 * s['recall@500']:.1f} | "
                         f"mrr {s['mrr']:.4f} | median rank {s['median_rank']:.0f}")
-            if (free := shutil.disk_usage(run.folder).free) < (need := self.disk_bytes()):
-                raise UserError(f"{run.folder}: {free / 1e6:.1f} MB are free, checkpoints need about {need / 1e6:.1f} MB; make room, or give another --out")
+            free, need = shutil.disk_usage(run.folder).free / 1e6, self.disk_bytes() / 1e6
+            require(free > need, f"{run.folder}: {free:.1f} MB are free, checkpoints need about {need:.1f} MB; make room, or give another --out")
             self.save(required=True)                         # before hours are spent: the disk takes a checkpoint
         while p.epoch <= self.cfg.epochs and (p.updates < self.total or p.position):     # or: trained, and not judged yet
             self.epoch()
@@ -1068,7 +967,7 @@ class Trainer:
             p.mined, p.mined_epoch = torch.from_numpy(mine_negatives(self.tower, self.train, rule, p.epoch, cfg, run)), p.epoch
         p.mined = p.mined if rule else None
         order = np.random.default_rng([cfg.seed, 0, p.epoch]).permutation(len(self.train))[p.position:]
-        windows = [order[a:b] for a, b in spans(len(order), self.effective)][:self.total - p.updates]
+        windows = [order[a:b] for a, b in spans(len(order), self.effective)][:max(0, self.total - p.updates)]
         batches = load_batches(self.train, [w[a:b] for w in windows for a, b in spans(len(w), cfg.bs)], cfg.workers)
         with tqdm(total=self.steps_per_epoch, initial=self.steps_per_epoch - len(windows), desc=f"epoch {p.epoch}", leave=False,
                   disable=not sys.stderr.isatty()) as bar:
@@ -1120,7 +1019,7 @@ class Trainer:
         self.run.say(f"guard  | step skipped: non-finite {what} {named}")
         self.run.event("guard", what=f"non-finite {what}", rows=rows[:20], pairs=window[:20].tolist())
         if self.cfg.max_bad_steps and self.progress.bad_in_row >= self.cfg.max_bad_steps:
-            raise Diverged(f"{self.progress.bad_in_row} steps in a row had a non-finite {what}")
+            raise Stopped("diverged", f"diverged: {self.progress.bad_in_row} steps in a row had a non-finite {what}; lower --lr, or mend the rows named", 3)
 
     def tell_step(self, loss, grad_norm, rate, seconds, pairs):
         p, run = self.progress, self.run
@@ -1182,8 +1081,8 @@ class Trainer:
     def restore(self, state):
         stored = json.loads(state["config"])
         for name in MODEL_FLAGS:
-            if stored[name] != getattr(self.cfg, name):
-                raise UserError(f"{option(name)} {getattr(self.cfg, name)}: the checkpoint has {stored[name]}; leave the flag out to resume")
+            mine = getattr(self.cfg, name)
+            require(stored[name] == mine, f"{option(name)} {mine}: the checkpoint has {stored[name]}; leave the flag out to resume")
         self.tower.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if len(state["memory"]["pairs"]) == len(self.memory.pairs):
@@ -1200,7 +1099,6 @@ class Trainer:
 def resume_command(folder):
     return f"python train_twotower_v4.py --resume {folder}"
 
-
 def describe(cfg, device):
     """What bits depend on besides the flags: the machine, and the content of the data files."""
     files = {f"{name}_{what}": value for name in ("pairs", "bank")
@@ -1208,7 +1106,6 @@ def describe(cfg, device):
     machine = {"version": VERSION, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
                "platform": platform.platform(), "device_used": device, "precision": "fp32", "threads_used": torch.get_num_threads()}
     return files, machine
-
 
 def is_finished(folder):
     """Whether the last start of a run ended with all of it done."""
@@ -1218,7 +1115,6 @@ def is_finished(folder):
             if line.startswith((b'{"event": "start"', b'{"event": "end"')):
                 last = line
     return b'"status": "done"' in last
-
 
 def choose_folder(cfg, files):
     """--out and --resume -> (folder, checkpoint or None, a line to say). A folder that holds a run is gone on with, or left alone."""
@@ -1232,8 +1128,8 @@ def choose_folder(cfg, files):
         folder, checkpoint = find_resume(cfg.resume)
         stored = read_config(folder / "config.yaml")
         for name in ("pairs", "bank"):
-            if stored[f"{name}_hash"] != files[f"{name}_hash"]:
-                raise UserError(f"{getattr(cfg, name)}: not the {name} that {folder} was trained on; restore the file, or begin a new run")
+            same = stored[f"{name}_hash"] == files[f"{name}_hash"]
+            require(same, f"{getattr(cfg, name)}: not the {name} that {folder} was trained on; restore the file, or begin a new run")
         if checkpoint.name == "last.pt":
             return folder, checkpoint, f"resume | {folder}"
         return new, checkpoint, f"resume | from {checkpoint}, in the new folder {new}"
@@ -1250,7 +1146,6 @@ def choose_folder(cfg, files):
     checkpoint = folder / "checkpoints" / "last.pt"
     there = checkpoint.is_file() or previous_generation(checkpoint).is_file()
     return folder, checkpoint if there else None, f"resume | {folder} is unfinished; going on with it"
-
 
 def resolve_targets(split, cfg, run):
     """Dense targets that equal no bank row: the nearest row, if it is a near-duplicate; else the target is a document of its own."""
@@ -1277,7 +1172,6 @@ def resolve_targets(split, cfg, run):
     run.say(f"data   | {len(missing):,} of {len(split):,} rows of {split.target_key} equal no bank row: {known.sum():,} have a near-duplicate there, "
             f"{(~known).sum():,} are documents of their own")
 
-
 def tell_plan(trainer):
     """What this run is going to be, before it costs anything."""
     cfg, run, train, val = trainer.cfg, trainer.run, trainer.train, trainer.val
@@ -1294,9 +1188,8 @@ def tell_plan(trainer):
             f"learning rates sum to {sum(learning_rate(cfg, u, trainer.total) for u in range(trainer.total)):.3g}")
     run.say(f"plan   | negatives a query up to {W - 1:,} window + {cfg.memory_bank_size:,} memory + {cfg.bank_negatives:,} bank + {mined:,} mined | "
             f"memory about {memory:.1f} GB private | disk about {trainer.disk_bytes() / 1e9:.2f} GB")
-    if shared := int(np.isin(val.groups, train.groups).sum()):
+    if shared := int(np.isin(val.groups, train.groups[train.rows >= 0]).sum()):
         run.say(f"data   | warning: {shared:,} of {len(val):,} validation targets are training targets too; the result flatters the tower")
-
 
 def dry_run(cfg, device):
     """Check, plan, and time three steps of a tower that is thrown away."""
@@ -1314,14 +1207,12 @@ def dry_run(cfg, device):
         run.say("dry run: nothing was written")
     return 0
 
-
 def tell_end(run, cfg):
     p, last = run.progress, run.progress.history[-1]
     run.event("end", status="done", best_epoch=p.best_epoch, best=p.best)
     run.say(f"done   | best epoch {p.best_epoch}, {cfg.metric} {p.best:.4f} | {run.folder / 'checkpoints' / 'best.pt'}")
     if not last["above_baseline"]:
         run.say(f"done   | this tower is not above the baseline {last['best_baseline']}: use that, or train longer")
-
 
 def start_run(cfg, device):
     """Train in a folder of its own, and record how it ended."""
@@ -1345,24 +1236,18 @@ def start_run(cfg, device):
         trainer.fit()
         tell_end(run, cfg)
         return 0
-    except Interrupted:
-        name = signal.Signals(run.signum).name
+    except Stopped as e:
+        status, reason, code = e.args
         if trainer:
             trainer.save(required=True)
-        run.event("end", status="interrupted", signal=name)
-        run.say(f"stopped by {name} and saved at step {run.progress.updates}; go on with: {resume_command(folder)}")
-        return 128 + run.signum
-    except Diverged as e:
-        trainer.save(required=True)
-        run.event("end", status="diverged", error=str(e))
-        print(f"train: diverged: {e}; the last good state is saved; lower --lr, or mend the rows named above", file=sys.stderr)
-        return 3
+        run.event("end", status=status, reason=reason, signal=signal.Signals(code - 128).name if code > 128 else None)
+        run.say(f"end    | {reason}{'; saved' if trainer else ''}; go on with: {resume_command(folder)}")
+        return code
     except BaseException as e:
         run.event("end", status="failed", error=f"{type(e).__name__}: {e}")
         raise
     finally:
         run.close()
-
 
 def main(argv=None):
     try:
@@ -1380,7 +1265,6 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("train: stopped before training began; nothing was written", file=sys.stderr)
         return 130
-
 
 if __name__ == "__main__":
     sys.exit(main())

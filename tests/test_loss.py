@@ -145,7 +145,7 @@ def test_gradient_equals_finite_differences(lab):
     window = np.arange(12)
     d = torch.from_numpy(trainer.train.positives(window))
     negatives = T.collect_negatives(d, window, trainer.memory, None, trainer.train, trainer.cfg, (1, 0))
-    negatives.blocks = {k: v.double() for k, v in negatives.blocks.items()}
+    negatives = negatives._replace(blocks={k: v.double() for k, v in negatives.blocks.items()})
     x = torch.from_numpy(trainer.train[window]).double()
 
     def loss():
