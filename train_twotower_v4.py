@@ -484,6 +484,7 @@ def end_without_torch():
         sys.exit(2)
 
 if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")      # OpenMP threads that spin on a busy machine made steps ten times slower
     end_without_torch()
 
 # -----------------------------------------------------------------------------
