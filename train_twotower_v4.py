@@ -76,8 +76,8 @@ class Config:
     hidden_dim: int = flag("model", 512, "state size of each direction", 1)
     num_layers: int = flag("model", 1, "recurrent layers", 1)
     pool: str = flag("model", "mean", "how the states become one vector", choices=("mean", "last"))
-    residual: str = flag("model", "exp", "exponentially weighted context, added to the projection; none = off", choices=("exp", "none"))
-    residual_decay: float = flag("model", 0.5, "weight of a context vector relative to the one after it; 1 = no decay")
+    residual: str = flag("model", "exp", "weighted context added to the projection: exponential, or learned from there; none = off", choices=("exp", "learned", "none"))
+    residual_decay: float = flag("model", 0.5, "weight of a context vector relative to the one after it, at the start; 1 = no decay")
 
     epochs: int = flag("training", 30, "passes over the training pairs", 1)
     bs: int = flag("training", 32, "pairs encoded at a time", 1)
@@ -505,11 +505,14 @@ def align(x):
     longest = int(valid.sum(1).max())
     return F.normalize(x[:, -longest:], dim=-1), valid[:, -longest:]      # (B, L', D), (B, L')
 
-def weighted_context(x, valid, decay):
-    """Each vector weighs `decay` times the one after it: 0 is the last one alone, 1 the mean."""
-    age = torch.arange(x.shape[1] - 1, -1, -1, device=x.device, dtype=x.dtype)
-    weights = torch.pow(torch.tensor(decay, device=x.device, dtype=x.dtype), age) * valid              # (B, L)
-    return F.normalize((weights[:, :, None] * x).sum(1), dim=-1)          # (B, D)
+def decay_weights(decay, L):
+    """(L,) by age: a vector weighs `decay` times the one after it. 0 is the last one alone, 1 the mean."""
+    return torch.tensor(decay) ** torch.arange(L)
+
+def weighted_context(x, valid, weights):
+    """Unit sum of x (B, L, D) by weights (at least L,), the first of which is for the last vector."""
+    weights = weights[:x.shape[1]].flip(0).to(x) * valid                  # (B, L)
+    return F.normalize(torch.einsum("bl,bld->bd", weights, x), dim=-1)    # (B, D)
 
 def roll(h, by):
     """Roll each sequence of (B, L, D) to the left by its own number of steps."""
@@ -517,11 +520,11 @@ def roll(h, by):
     return h.gather(1, at[:, :, None].expand_as(h))
 
 class QueryTower(nn.Module):
-    """Bidirectional recurrent encoder; with a residual it starts as the weighted context, exactly."""
+    """Bidirectional recurrent encoder of up to L vectors; with a residual it starts as the weighted context, exactly."""
 
-    def __init__(self, D, cfg):
+    def __init__(self, D, L, cfg):
         super().__init__()
-        self.pool, self.residual, self.decay = cfg.pool, cfg.residual, cfg.residual_decay
+        self.pool, self.residual = cfg.pool, cfg.residual
         cell, H = {"gru": nn.GRU, "lstm": nn.LSTM}[cfg.cell], cfg.hidden_dim
         sizes = [D] + [2 * H] * (cfg.num_layers - 1)
         self.ahead = nn.ModuleList(cell(size, H, batch_first=True) for size in sizes)
@@ -530,6 +533,10 @@ class QueryTower(nn.Module):
         if cfg.residual != "none":
             nn.init.zeros_(self.project.weight)
             nn.init.zeros_(self.project.bias)
+            self.register_buffer("weights", decay_weights(cfg.residual_decay, L), persistent=False)    # (L,)
+        if cfg.residual == "learned":                                     # factors of the weights, and a map that starts as the identity
+            self.log_factors = nn.Parameter(torch.zeros(L))
+            self.turn = nn.Parameter(torch.eye(D))
 
     def forward(self, x):
         x, valid = align(x)                                               # (B, L, D), (B, L)
@@ -544,8 +551,10 @@ class QueryTower(nn.Module):
             one, two = h.chunk(2, -1)
             pooled = torch.cat([one[:, -1], two[torch.arange(len(h), device=h.device), padding]], -1)
         q = self.project(pooled)                                          # (B, D)
-        if self.residual != "none":
-            q = q + weighted_context(x, valid, self.decay)
+        if self.residual == "exp":
+            q = q + weighted_context(x, valid, self.weights)
+        elif self.residual == "learned":
+            q = q + weighted_context(x, valid, self.weights * self.log_factors.exp()) @ self.turn
         return F.normalize(q, dim=-1)
 
 
@@ -751,7 +760,7 @@ def rank_baselines(val, idx, cfg, run):
     for a, b in spans(len(idx), 256):
         x, valid = align(torch.from_numpy(val[idx[a:b]]))
         for i, decay in enumerate(BASELINES.values()):
-            queries[i, a:b] = weighted_context(x, valid, decay).numpy()
+            queries[i, a:b] = weighted_context(x, valid, decay_weights(decay, x.shape[1])).numpy()
     return dict(zip(BASELINES, count_ranks(queries, val, idx, cfg.keep_context, run)))
 
 def judge(ranks, baselines, metric):
@@ -932,9 +941,9 @@ def load_batches(split, micro_batches, workers):
 class Trainer:
     def __init__(self, cfg, run, train, val):
         self.cfg, self.run, self.train, self.val, self.progress = cfg, run, train, val, run.progress
-        D = train.bank.vectors.shape[1]
+        D, L = train.bank.vectors.shape[1], max(train.C.shape[1], val.C.shape[1])
         torch.manual_seed(cfg.seed)
-        self.tower = QueryTower(D, cfg).to(run.device)
+        self.tower = QueryTower(D, L, cfg).to(run.device)
         self.memory = MemoryBank(cfg.memory_bank_size, D).to(run.device)
         self.optimizer = torch.optim.AdamW(self.tower.parameters(), lr=cfg.lr, weight_decay=cfg.wd)
         self.effective = cfg.bs * cfg.accum

@@ -19,7 +19,7 @@ def sequences(B, L, D, lengths=None, seed=0):
 
 
 def test_documented_configuration_has_4725504_parameters():
-    tower = T.QueryTower(768, config(pool="mean", residual="none"))
+    tower = T.QueryTower(768, 100, config(pool="mean", residual="none"))
     assert sum(p.numel() for p in tower.parameters()) == 4_725_504
 
 
@@ -27,7 +27,7 @@ def test_documented_configuration_has_4725504_parameters():
 @pytest.mark.parametrize("layers", [1, 2])
 def test_tower_equals_torch_bidirectional_layer(cell, layers):
     """Also with padding: torch's packed sequences are the reference."""
-    tower = T.QueryTower(12, config(cell=cell, num_layers=layers, hidden_dim=7, residual="none"))
+    tower = T.QueryTower(12, 9, config(cell=cell, num_layers=layers, hidden_dim=7, residual="none"))
     reference = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[cell](12, 7, layers, batch_first=True, bidirectional=True)
     for i in range(layers):
         for mine, suffix in ((tower.ahead[i], ""), (tower.back[i], "_reverse")):
@@ -45,9 +45,9 @@ def test_tower_equals_torch_bidirectional_layer(cell, layers):
 
 
 @pytest.mark.parametrize("pool", ["mean", "last"])
-@pytest.mark.parametrize("residual", ["exp", "none"])
+@pytest.mark.parametrize("residual", ["exp", "learned", "none"])
 def test_padding_changes_nothing_wherever_it_stands(pool, residual):
-    tower = T.QueryTower(8, config(hidden_dim=6, pool=pool, residual=residual, num_layers=2))
+    tower = T.QueryTower(8, 12, config(hidden_dim=6, pool=pool, residual=residual, num_layers=2))
     torch.nn.init.normal_(tower.project.weight)
     x = sequences(3, 5, 8)
     front = torch.cat([torch.zeros(3, 4, 8), x], 1)
@@ -58,7 +58,7 @@ def test_padding_changes_nothing_wherever_it_stands(pool, residual):
 
 
 def test_last_pooling_takes_the_final_state_of_each_direction():
-    tower = T.QueryTower(8, config(hidden_dim=6, pool="last", residual="none"))
+    tower = T.QueryTower(8, 12, config(hidden_dim=6, pool="last", residual="none"))
     x = sequences(4, 5, 8)
     unit = torch.nn.functional.normalize(x, dim=-1)
     states = torch.cat([tower.ahead[0](unit)[1][0], tower.back[0](unit.flip(1))[1][0]], -1)
@@ -66,23 +66,24 @@ def test_last_pooling_takes_the_final_state_of_each_direction():
 
 
 @pytest.mark.parametrize("decay", [0.3, 0.5, 0.9])
-def test_residual_tower_starts_as_the_exponential_baseline(decay):
+@pytest.mark.parametrize("residual", ["exp", "learned"])
+def test_residual_tower_starts_as_the_exponential_baseline(decay, residual):
     x = sequences(6, 7, 8, [7, 3, 1, 5, 7, 2])
     expected = []
     for row in x:                                                         # by hand: one vector at a time
         vectors = [v / v.norm() for v in row if v.any()]
         total = sum(decay ** (len(vectors) - 1 - i) * v for i, v in enumerate(vectors))
         expected.append(total / total.norm())
-    tower = T.QueryTower(8, config(hidden_dim=6, residual_decay=decay))
+    tower = T.QueryTower(8, 12, config(hidden_dim=6, residual_decay=decay, residual=residual))
     torch.testing.assert_close(tower(x), torch.stack(expected), rtol=1e-5, atol=1e-6)
     aligned, valid = T.align(x)
-    assert torch.equal(tower(x), torch.nn.functional.normalize(T.weighted_context(aligned, valid, decay), dim=-1))
+    assert torch.equal(tower(x), torch.nn.functional.normalize(T.weighted_context(aligned, valid, T.decay_weights(decay, 7)), dim=-1))
 
 
 def test_mean_and_last_baselines_are_what_their_names_say():
     x = sequences(3, 4, 5, [4, 2, 1])
     aligned, valid = T.align(x)
     last = torch.nn.functional.normalize(x[:, -1], dim=-1)
-    torch.testing.assert_close(T.weighted_context(aligned, valid, T.BASELINES["last"]), last)
+    torch.testing.assert_close(T.weighted_context(aligned, valid, T.decay_weights(T.BASELINES["last"], 4)), last)
     means = torch.stack([torch.stack([v / v.norm() for v in row if v.any()]).mean(0) for row in x])
-    torch.testing.assert_close(T.weighted_context(aligned, valid, T.BASELINES["mean"]), torch.nn.functional.normalize(means, dim=-1))
+    torch.testing.assert_close(T.weighted_context(aligned, valid, T.decay_weights(T.BASELINES["mean"], 4)), torch.nn.functional.normalize(means, dim=-1))
