@@ -890,11 +890,17 @@ class Run:
             for sub in ("checkpoints", "crash"):
                 (folder / sub).mkdir(parents=True, exist_ok=True)
             self.lock = lock_folder(folder)
+            if evidence := os.environ.get("TWOTOWER_EVIDENCE"):          # the supervisor asks which folder this run has
+                Path(evidence, "run").write_text(str(folder.resolve()))
             for left in folder.glob("search.*"):             # by a search that was killed
                 shutil.rmtree(left)
             self.events = os.open(folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             self.heartbeat = os.open(folder / "crash" / "heartbeat", os.O_WRONLY | os.O_CREAT, 0o644)
-            faulthandler.enable(os.open(folder / "crash" / "faulthandler.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+            crash = os.open(folder / "crash" / "faulthandler.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            with contextlib.suppress(OSError):
+                os.write(crash, f"pid {os.getpid()} started {time.time():.3f}\n".encode())
+            faulthandler.enable(crash)
+            faulthandler.register(signal.SIGUSR1, crash)     # where is it? all stacks, and the run goes on
             if cfg.log_dir != "none":
                 Path(cfg.log_dir).mkdir(parents=True, exist_ok=True)
                 name = time.strftime(f"twotower_{folder.name}_%Y%m%d_%H%M%S.log")
@@ -921,13 +927,19 @@ class Run:
             with contextlib.suppress(OSError):
                 os.pwrite(self.heartbeat, f"{line:<79}\n".encode(), self.beats % 64 * 80)
             self.beats += 1
+            if (fault := os.environ.get("TWOTOWER_FAULT", "")).startswith(f"{phase}:{self.progress.updates}:"):
+                exec(Path(fault.split(":", 2)[2]).read_text(), {"run": self})            # tests only: PHASE:STEP:FILE
 
     def tick(self, phase):
         self.beat(phase)
         self.check_stop()
 
     def say(self, line):
-        tqdm.write(line) if self.bar else print(line, flush=True)
+        try:
+            tqdm.write(line) if self.bar else print(line, flush=True)
+        except BrokenPipeError:                              # whoever read the output is gone: save where all is whole, then stop
+            self.signum = signal.SIGPIPE
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if self.log is not None:
             with contextlib.suppress(OSError):               # a full disk ends the run at a checkpoint, with a line of its own
                 os.write(self.log, (time.strftime("%H:%M:%S ") + line + "\n").encode())
