@@ -83,7 +83,7 @@ verdict() {
       for (i = from; i <= to; i++) { v = values[i]; for (j = n++; j > 0 && s[j] > v; j--) s[j + 1] = s[j]; s[j + 1] = v }
       return (s[int((n + 1) / 2)] + s[int(n / 2) + 1]) / 2
     }
-    function is_growing(first,   n, q, i, from, to, at, off, noise, above) {          # sets level[1..4] and slope, in MB a second
+    function is_rising(first,   n, q, i, from, to, at, off, noise, above) {          # sets level[1..4] and slope, in MB a second
       n = rows - first + 1
       if (n < 12) return 0
       for (q = 1; q <= 4; q++) {
@@ -115,7 +115,8 @@ verdict() {
       where = sprintf("least memory available %.0f of %.0f MB", least, limit)
       is_close = all && least < 0.05 * limit
       started = rows - int(rows * 2 / 3) + 1
-      for (share = 2 / 3; rows >= 20 && share > 0.1 && !growing; share /= 2) { first = rows - int(rows * share) + 1; growing = is_growing(first) }
+      for (share = 2 / 3; rows >= 20 && share > 0.1 && !rising; share /= 2) { first = rows - int(rows * share) + 1; rising = is_rising(first) }
+      growing = rising && rise > 10 && rise > 0.1 * level[1]     # less than that may be a memory bank that fills
       if (growing) {
         printf "verdict: growing without bound: %+.1f MB per minute, from %.0f to %.0f MB private in the last %s\n", 60 * slope, level[1], level[4], lasting(seconds[rows] - seconds[first])
         printf "         at this rate it hits the limit of %.0f MB in %s; %s\n", limit, lasting(free / slope), where
@@ -129,6 +130,7 @@ verdict() {
         low = high = private[started]
         for (i = started; i <= rows; i++) { if (private[i] < low) low = private[i]; if (private[i] > high) high = private[i] }
         printf "verdict: stable, so not memory: %.0f to %.0f MB private in the last %s; %s\n", low, high, lasting(seconds[rows] - seconds[started]), where
+        if (rising) printf "         it rose steadily by %.0f MB (%+.1f MB per minute): too little to tell a leak from what fills up once, so watch longer\n", rise, 60 * slope
         if (resident[rows] - resident[1] > 50 + 2 * (private[rows] - private[1])) print "         RSS rose, by mapped files: the system takes those pages back when it needs them"
         print "         if the run died, ask what ended it: python check_crash_cause.py --post-mortem RUN"
       }
