@@ -152,6 +152,7 @@ class Facts:
     status: object = None                                    # ("exit", 1), ("signal", "SIGSEGV"), or None: nobody saw it
     stderr: object = None                                    # text, or None: lost
     stderr_file: str = "stderr"
+    parent_file: str = "evidence.json"
     events: list = dataclasses.field(default_factory=list)   # of this attempt
     beat: dict = dataclasses.field(default_factory=dict)     # its newest heartbeat
     fault: str = ""                                          # what faulthandler wrote for it
@@ -267,6 +268,7 @@ def read_facts(folder):
     facts.events = [e for e in everything if e.get("t", 0) >= since]
     facts.beat = (read_beats(folder, since) or [{}])[-1]
     if place:
+        facts.parent_file = f"crash/{place.name}/evidence.json"
         facts.status = tuple(facts.attempt["exit"]) if facts.attempt.get("exit") else None
         if (place / "stderr").exists():
             facts.stderr = read(place / "stderr.old") + read(place / "stderr")
@@ -303,7 +305,7 @@ CAUSES = {
                       "keep FAISS in its own process, and one OpenMP runtime in the environment; then unset the variable", STAGES, False),
     "segfault": ("native code touched memory that is not its own", "isolate that component; then upgrade it, or avoid it", STAGES, True),
     "stack_overflow": ("a recursion without an end used up the stack", "find the recursion in the repeating frames", RESUME, False),
-    "abort": ("native code gave up (SIGABRT)", "get a core dump, and rerun that component alone", "ulimit -c unlimited && {command}", True),
+    "abort": ("native code gave up (SIGABRT)", "get a core dump, and rerun that component alone", "ulimit -c unlimited && {resume}", True),
     "heap_corruption": ("the allocator found its own records damaged: some native code wrote where it must not",
                         "isolate the component; upgrade the library", STAGES, True),
     "native_out_of_memory": ("native code got no memory, and nobody caught that", "use less memory: smaller --memory-bank-size, --bs, --bank-negatives",
@@ -704,7 +706,7 @@ def post_mortem(folder):
         warnings.append(f"openmp_masked: two OpenMP runtimes were in the process ({', '.join(f.attempt['openmp'])}); that alone can crash it")
     died = {"step": "search worker died"}
     warnings += [e["what"] for e in f.events if e["event"] == "guard" and died["step"] in e.get("what", "")][-1:]
-    return {"verdict": v.key, "confidence": v.confidence, "what": v.detail or headline, "evidence": [{"fact": fact, "file": file} for fact, file in v.evidence],
+    return {"verdict": v.key, "confidence": v.confidence, "what": v.detail or headline, "evidence": [{"fact": fact, "file": f.parent_file if file == "evidence.json" else file} for fact, file in v.evidence],
             "excluded": list_excluded(f, v.key) if v.key not in ("ok", "openmp_masked") else [], "fix": fix,
             "next": then.format(resume=resume, command=command, run=shlex.quote(str(f.folder)), lower_lr=lower),
             "where": {k: f.beat[k] for k in ("phase", "epoch", "step")} if f.beat else {}, "saved_step": saved["step"] if saved else None,
@@ -772,8 +774,9 @@ class Evidence:
             d["limits"] = limits_of(pid)
         if process := describe_process(pid):
             d["cpu_seconds"], d["threads"] = process["cpu"], max(process["threads"], d.get("threads", 0))
-        d["oom_last"] = oom_kills(pid)
-        d["oom_start"] = d["oom_last"] | d["oom_start"]
+        if process and process["state"] != "Z":              # the dead are in no control group
+            d["oom_last"] = oom_kills(pid)
+            d["oom_start"] = d["oom_last"] | d["oom_start"]
         for name, path in {"run": d["run"] or ".", "cwd": ".", "tmp": tempfile.gettempdir(), "shm": "/dev/shm"}.items():
             with contextlib.suppress(OSError):
                 free, total = disk_space(path)
@@ -923,9 +926,7 @@ class Child:
             self.listen(0.2)
             self.pass_signals()
             if hasattr(os, "waitid") and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                last, self.evidence.data["oom_last"] = self.evidence.data.get("oom_last"), {}
                 self.evidence.sample(self.pid)               # a dead child that nobody has waited for still has its times and limits
-                self.evidence.data["oom_last"] = last or self.evidence.data["oom_start"]
             done, status, usage = os.wait4(self.pid, os.WNOHANG)
             if done:
                 break
