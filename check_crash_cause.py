@@ -179,7 +179,8 @@ class Facts:
     @property
     def frames(self):
         """faulthandler's frames of the thread that died, innermost first."""
-        block = re.search(r"Fatal Python error.*?(?:Current thread[^\n]*\n|Thread[^\n]*most recent call first[^\n]*\n)((?:  .*\n?)*)", self.fault, re.S)
+        fatal = self.fault[max(0, self.fault.rfind("Fatal Python error")):]
+        block = re.search(r"^Current thread[^\n]*\n((?:  [^\n]*\n?)*)", fatal, re.M)
         return re.findall(r'File "([^"]+)", line (\d+) in (\S+)', block[1]) if block else []
 
     def kills(self):
@@ -364,11 +365,11 @@ ERROR_TEXTS = [
 ABORT_TEXTS = [
     ("openmp_duplicate", r"OMP: Error #15.*"),
     ("thread_limit", r"OMP: Error #34.*|Thread creation failed.*"),
-    ("native_out_of_memory", r"std::bad_alloc|std::length_error.*alloc|out of memory.*terminat"),
+    ("native_out_of_memory", r".*std::bad_alloc.*|libc\+\+abi.*Unable to allocate.*"),
     ("heap_corruption", r"free\(\): .*|malloc\(\): .*|realloc\(\): .*|malloc_consolidate\(\).*|munmap_chunk\(\).*|corrupted (?:size|double-linked).*|"
                         r"double free or corruption.*|tcache_thread_shutdown\(\).*|malloc: \*\*\* error for object.*|pointer being freed was not allocated|"
                         r"Incorrect checksum for freed object.*|\*\*\* stack smashing detected.*|sysmalloc: Assertion.*|mimalloc: error.*"),
-    ("abort", r"terminate called.*|libc\+\+abi: .*|LLVM ERROR: .*|.*Assertion .* failed.*|OMP: Error #\d+.*|.*failed assertion.*|Check failed.*"),
+    ("abort", r"terminate called.*|libc\+\+abi(?:\.dylib)?: .*|LLVM ERROR: .*|.*Assertion .* failed.*|OMP: Error #\d+.*|.*failed assertion.*|Check failed.*"),
 ]
 DATA_PHASES = ("load", "encode", "search", "mine", "evaluate")
 
@@ -420,6 +421,9 @@ def rule_hang(f):
             return Verdict("fork_deadlock", "certain" if parent["threads"] > 1 else "probable",
                            [quiet, (f"process {p['pid']}, forked from {parent['pid']} ({parent['threads']} threads), has one thread, which waits on a futex",
                                     "evidence.json")])
+    for key, _, pattern in ERROR_TEXTS[:3]:                  # an error in a worker's own thread ends nothing: the trainer waits for its batch
+        if hit := find_text(f, pattern, True):
+            return Verdict(key, "certain", [hit, quiet], f"{CAUSES[key][0]}: {hit[0]}; the trainer waited in vain")
     where = stuck_line(h["stacks"])
     return Verdict("hang", "certain", [quiet] + ([(f"the stack stands in {where}", "crash/faulthandler.log")] if where else []),
                    f"it stood still{' in ' + where if where else ''}, for {h['silent']:.0f} s")
@@ -473,9 +477,11 @@ def rule_kill(f):
     reach = min((v for v in limit if v is not None), default=None)
     if reach is not None and used >= reach - 1.5:
         return Verdict("cpu_limit", "certain", [("SIGKILL", "evidence.json"), (f"used {used:.1f} s of CPU time, the limit is {reach} s", "evidence.json")])
-    for name, text in f.reports:
-        if re.search(rf'"pid"\s*:\s*{f.attempt.get("pid", -1)}\b', text) and (m := re.search(r'"reason"\s*:\s*"([\w-]+)"|"?(JETSAM)"?', text)):
-            return Verdict("oom_killed", "certain", [("SIGKILL", "evidence.json"), (f"the system's memory report names it: {m[1] or m[2]}", name)])
+    for name, text in f.reports:                             # a Jetsam report lists every process; the ones it ended have a reason
+        with contextlib.suppress(ValueError, AttributeError):
+            listed = json.loads(text.partition("\n")[2]).get("processes", [])
+            if reason := next((p.get("reason") for p in listed if p.get("pid") == f.attempt.get("pid")), None):
+                return Verdict("oom_killed", "certain", [("SIGKILL", "evidence.json"), (f"the system's memory report ends it: {reason}", name)])
     kills = f.kills()
     if not kills:
         return Verdict("killed_externally", "unknown", [("SIGKILL", "evidence.json"), ("no counter of kills for want of memory on this system", "evidence.json")],
@@ -706,7 +712,8 @@ def post_mortem(folder):
         warnings.append(f"openmp_masked: two OpenMP runtimes were in the process ({', '.join(f.attempt['openmp'])}); that alone can crash it")
     died = {"step": "search worker died"}
     warnings += [e["what"] for e in f.events if e["event"] == "guard" and died["step"] in e.get("what", "")][-1:]
-    return {"verdict": v.key, "confidence": v.confidence, "what": v.detail or headline, "evidence": [{"fact": fact, "file": f.parent_file if file == "evidence.json" else file} for fact, file in v.evidence],
+    return {"verdict": v.key, "confidence": v.confidence, "what": v.detail or headline,
+            "evidence": [{"fact": fact, "file": f.parent_file if file == "evidence.json" else file} for fact, file in v.evidence],
             "excluded": list_excluded(f, v.key) if v.key not in ("ok", "openmp_masked") else [], "fix": fix,
             "next": then.format(resume=resume, command=command, run=shlex.quote(str(f.folder)), lower_lr=lower),
             "where": {k: f.beat[k] for k in ("phase", "epoch", "step")} if f.beat else {}, "saved_step": saved["step"] if saved else None,
@@ -736,7 +743,7 @@ class Evidence:
 
     def __init__(self, command):
         self.temporary = self.place = Path(tempfile.mkdtemp(prefix="twotower."))
-        self.log, self.heard = open(self.place / "stderr", "ab", buffering=0), b""
+        self.log, self.heard, self.fresh = open(self.place / "stderr", "ab", buffering=0), b"", b""
         asks_only = any(a in ("--dry-run", "--help", "-h", "--version") for a in command)
         self.data = {"command": command, "cwd": os.getcwd(), "pid": 0, "started": time.time(), "run": "", "asks_only": asks_only, "signals": [],
                      "environment": {k: v for k, v in sorted(os.environ.items()) if SETTINGS.fullmatch(k)}, "python": platform.python_version(),
@@ -745,7 +752,7 @@ class Evidence:
 
     def keep(self, chunk):
         """stderr, at once; of a progress bar's frames only the last of each piece."""
-        self.heard = (self.heard + chunk)[-65536:]
+        self.heard, self.fresh = (self.heard + chunk)[-65536:], (self.fresh + chunk)[-65536:]
         with contextlib.suppress(OSError):
             if self.log.tell() > 2 ** 24:                    # the bar of a long run: the older half goes
                 os.replace(self.place / "stderr", self.place / "stderr.old")
@@ -955,8 +962,8 @@ class Child:
         elif worker:
             place = (worker["pid"], int(10 * worker["cpu"]))
         if place != self.place_seen or (describe_process(self.pid) or {}).get("state") in ("T", "t"):
-            self.place_seen, self.moved = place, time.monotonic()
-        elif (silent := time.monotonic() - self.moved) > limit:
+            self.place_seen, self.moved, self.evidence.fresh = place, time.monotonic(), b""
+        elif (silent := time.monotonic() - self.moved) > (min(limit, 30) if b"Traceback (most" in self.evidence.fresh else limit):
             if worker:
                 say(f"check: the search worker stood still for {silent:.0f} s; ended, the trainer searches by itself")
                 with contextlib.suppress(ProcessLookupError):

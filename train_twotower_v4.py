@@ -15,6 +15,7 @@ saved; a native death keeps its signal.
 import argparse
 import contextlib
 import dataclasses
+import errno
 import faulthandler
 import fcntl
 import hashlib
@@ -914,7 +915,8 @@ class Run:
         if self.signum:
             os._exit(128 + signum)
         self.signum = signum
-        os.write(2, f"\ntrain: {signal.Signals(signum).name}: finishing the step, then saving; once more ends at once\n".encode())
+        with contextlib.suppress(OSError):                   # a terminal that is closed
+            os.write(2, f"\ntrain: {signal.Signals(signum).name}: finishing the step, then saving; once more ends at once\n".encode())
 
     def check_stop(self):
         if self.signum:
@@ -937,8 +939,10 @@ class Run:
     def say(self, line):
         try:
             tqdm.write(line) if self.bar else print(line, flush=True)
-        except BrokenPipeError:                              # whoever read the output is gone: save where all is whole, then stop
-            self.signum = signal.SIGPIPE
+        except OSError as e:                                 # whoever read the output is gone: save where all is whole, then stop
+            if e.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            self.signum = self.signum or signal.SIGPIPE
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if self.log is not None:
             with contextlib.suppress(OSError):               # a full disk ends the run at a checkpoint, with a line of its own

@@ -3,13 +3,13 @@
 SCORE = {"injected": {}, "recorded": {}, "not injected here": {}}            # kind -> {class or claim: right, or why not}
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_unconfigure():
+    """After pytest's own last line, so that the score is the end of the output."""
     if not any(SCORE.values()):
         return
-    terminalreporter.section("faults")
     for kind in ("injected", "recorded"):
         right = sorted(key for key, good in SCORE[kind].items() if good)
         wrong = sorted(set(SCORE[kind]) - set(right))
-        terminalreporter.write_line(f"classes right / {kind}: {len(right)} / {len(SCORE[kind])}" + (f"   wrong: {', '.join(wrong)}" if wrong else ""))
+        print(f"classes right / {kind}: {len(right)} / {len(SCORE[kind])}" + (f"   wrong: {', '.join(wrong)}" if wrong else ""))
     for key, why in SCORE["not injected here"].items():
-        terminalreporter.write_line(f"not injected here: {key}: {why}")
+        print(f"not injected here: {key}: {why}")
