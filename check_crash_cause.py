@@ -347,19 +347,22 @@ class Verdict:
     detail: str = ""                                         # instead of the cause's own line
 
 
-# text of a Python error (exit code, traceback) -> key; the first that matches decides. `whole` = look above the last traceback too
+# text of a Python error (exit code, traceback) -> key; the first that matches decides. True = look above the last traceback
+# too, for a worker's line can stand far above; "children" = do so if the last traceback is about a child process
 ERROR_TEXTS = [
     ("shared_memory_full", False, r"unable to (?:write to|resize|stretch|allocate shared memory\(shm\) for) file </?torch_|insufficient shared memory|"
                                   r"unable to open shared memory object.*No space left|Couldn't allocate shared memory"),
-    ("too_many_open_files", True, r"Too many open files|received \d+ items of ancdata|\[Errno 2[34]\]"),
+    ("too_many_open_files", "children", r"Too many open files|received \d+ items of ancdata|\[Errno 2[34]\]"),
     ("worker_killed", True, r"DataLoader worker \(pid \d+\) is killed by signal: (?:Killed|Terminated|Hangup|Interrupt)\b"),
+    ("cpu_limit", True, r"DataLoader worker \(pid \d+\) is killed by signal: CPU time limit.*"),
+    ("file_size_limit", True, r"DataLoader worker \(pid \d+\) is killed by signal: File size limit.*"),
     ("worker_segfault", True, r"DataLoader worker \(pid \d+\) is killed by signal: .*|Unexpected (?:segmentation fault|floating-point exception) encountered in worker"),
     ("worker_killed", True, r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly.*"),
     ("disk_full", False, r"No space left on device|\[Errno 28\]|Disk quota exceeded|\[Errno 122\]"),
     ("file_size_limit", False, r"File too large|\[Errno 27\]"),
     ("thread_limit", False, r"Thread creation failed|can't start new thread|pthread_create failed|OMP: Error #34|Resource temporarily unavailable"),
     ("allocation_refused", False, r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|Unable to allocate .* for an array|^(?:\S*\.)?_?(?:Array)?MemoryError\b.*|"
-                                  r"std::bad_alloc|Cannot allocate memory|(?:CUDA|MPS backend) out of memory|Failed to allocate|not enough memory: you tried"),
+                                  r"std::bad_alloc|[Cc]annot allocate memory|failed to map segment|(?:CUDA|MPS backend) out of memory|Failed to allocate"),
 ]
 # message before SIGABRT -> key; it must stand at the end, where the process died
 ABORT_TEXTS = [
@@ -368,7 +371,7 @@ ABORT_TEXTS = [
     ("native_out_of_memory", r".*std::bad_alloc.*|libc\+\+abi.*Unable to allocate.*"),
     ("heap_corruption", r"free\(\): .*|malloc\(\): .*|realloc\(\): .*|malloc_consolidate\(\).*|munmap_chunk\(\).*|corrupted (?:size|double-linked).*|"
                         r"double free or corruption.*|tcache_thread_shutdown\(\).*|malloc: \*\*\* error for object.*|pointer being freed was not allocated|"
-                        r"Incorrect checksum for freed object.*|\*\*\* stack smashing detected.*|sysmalloc: Assertion.*|mimalloc: error.*"),
+                        r"Incorrect checksum for freed object.*|\*\*\* stack smashing detected.*|sysmalloc: Assertion.*|Fatal glibc error: malloc.*|mimalloc: error.*"),
     ("abort", r"terminate called.*|libc\+\+abi(?:\.dylib)?: .*|LLVM ERROR: .*|.*Assertion .* failed.*|OMP: Error #\d+.*|.*failed assertion.*|Check failed.*"),
 ]
 DATA_PHASES = ("load", "encode", "search", "mine", "evaluate")
@@ -380,7 +383,7 @@ def last_traceback(text):
     starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     while len(starts) > 1 and any("above exception" in line for line in lines[max(0, starts[-1] - 3):starts[-1]]):
         starts.pop()
-    return [line for line in lines[starts[-1]:] if not line.startswith("  ")] if starts else lines[-25:]
+    return [line for line in lines[starts[-1]:] if not line.startswith("  ")] if starts else lines[-6:]
 
 
 def quote(line):
@@ -389,8 +392,8 @@ def quote(line):
 
 def find_text(facts, pattern, whole):
     """(line, file) where a pattern stands: in stderr, or in the error that the run itself recorded."""
-    lines = (facts.stderr or "").splitlines() if whole else last_traceback(facts.stderr or "")
-    for line in reversed(lines):
+    end, everything = last_traceback(facts.stderr or ""), (facts.stderr or "").splitlines()
+    for line in [*reversed(end), *(reversed(everything) if whole else [])]:
         if re.search(pattern, line):
             return quote(line), facts.stderr_file
     error = facts.end.get("error", "")
@@ -446,7 +449,7 @@ def rule_finished(f):
             return Verdict("openmp_masked", "certain", [(f"mapped: {', '.join(runtimes)}", "evidence.json"), (f"KMP_DUPLICATE_LIB_OK={flag}", "evidence.json")])
         return Verdict("ok", "certain", [("the end event says done", "events.jsonl")] + [("exit code 0", "evidence.json")] * (f.code == 0))
     return Verdict("incomplete", "certain" if f.attempt.get("run") else "probable",
-                   [("exit code 0", "evidence.json"), ("no end event", "events.jsonl")])
+                   [("exit code 0", "evidence.json"), (f"the end event says {f.end['error']}" if f.end.get("error") else "no end event", "events.jsonl")])
 
 
 def memory_gone(f):
@@ -517,11 +520,11 @@ def rule_abort(f):
     aborted = f.signal == "SIGABRT" or f.status is None and "Fatal Python error: Aborted" in f.fault
     worker = find_text(f, r"is killed by signal: Aborted", True) if f.code else None
     said = [line for line in (f.stderr or "").splitlines() if line.strip()]
-    tail, strange = said[-25:], f.status is None and not f.end       # no status: the message alone, if it is about an abort
+    tail, strange = said[-25:], f.status is None and not f.end and "Fatal" not in f.fault            # no status: the message alone
     if not (aborted or worker or strange and f.stderr):
         return None
     for key, pattern in ABORT_TEXTS:
-        for lines, confidence in ((tail, "certain"), (said, "probable")) if aborted else ((said, "probable"),):
+        for lines, confidence in ((tail, "certain"), (said, "probable")) if aborted else ((tail, "probable"),):
             if hit := next((line for line in reversed(lines) if re.search(pattern, line)), None):
                 sure = "unknown" if key == "abort" and confidence == "probable" else confidence
                 fact = ("SIGABRT", "evidence.json") if f.signal else worker or ("Fatal Python error: Aborted", "crash/faulthandler.log")
@@ -572,6 +575,8 @@ def rule_stopped(f):
         name = f.signal if f.signal in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") else by_code
         if not name:
             return None
+        if refused := find_text(f, r"pthread_create failed.*|Thread creation failed.*", True):       # OpenBLAS then sends itself SIGINT
+            return Verdict("thread_limit", "probable", [refused, (f"{name}, and nobody sent it", "evidence.json")])
     said = find_text(f, rf"train: {name}: finishing|train: stopped before", True)
     known = ended or f.signal or said or name in [s for s, _ in f.attempt.get("signals", [])]
     return Verdict("stopped", "certain" if known else "probable",
@@ -583,8 +588,9 @@ def rule_error_text(f):
     """A Python error: the text decides, with what the parent saw of disk and limits."""
     if f.signal or f.code == 0 or f.code == 3:
         return None
+    about_child = re.search(r"DataLoader|multiprocessing|EOFError|Connection\w*Error|ancdata", "\n".join((f.stderr or "").splitlines()[-60:]))
     for key, whole, pattern in ERROR_TEXTS:
-        if hit := find_text(f, pattern, whole):
+        if hit := find_text(f, pattern, whole is True or whole and about_child):
             facts, sure = [hit], "certain"
             if key == "shared_memory_full" and not f.full("shm"):
                 sure = "probable"
@@ -611,8 +617,9 @@ def rule_refused(f):
     hit = find_text(f, r"^train: (?!warning)|^UserError", True)
     if not hit:
         return None
-    names = [os.path.basename(p) for p in f.attempt.get("inputs", {})] + [os.path.basename(str(f.config.get(k) or "-")) for k in ("pairs", "bank")]
-    about_input = re.search(r"\.np[zy]\b", hit[0]) or any(f"{n}:" in hit[0] for n in names if n != "-")
+    given = f.attempt.get("command", [])
+    names = [b for a, b in zip(given, given[1:]) if a in ("--pairs", "--bank")] + [str(f.config.get(k) or "") for k in ("pairs", "bank")]
+    about_input = re.search(r"\.np[zy]\b", hit[0]) or any(f"{n}:" in hit[0] for n in names if n)
     if about_input and not re.search(r"read-only|Permission denied", hit[0]):
         return Verdict("corrupt_input", "certain", [hit, ("exit code 2", "evidence.json")], f"an input file was refused: {hit[0].removeprefix('train: ')}")
     return Verdict("python_error", "certain", [hit], f"the trainer refused to go on: {hit[0].removeprefix('train: ')}")
@@ -636,7 +643,9 @@ def rule_python(f):
     error = f.end.get("error")
     if not hit and not error:
         return None
-    hit = hit or (quote(error), "events.jsonl")
+    hit, space = hit or (quote(error), "events.jsonl"), f.attempt.get("limits", {}).get("as", [None])[0]
+    if space and f.attempt.get("vm_peak", 0) > 0.9 * space:  # who is refused memory does not always say so
+        return Verdict("allocation_refused", "probable", [hit, (f"it had mapped {f.attempt['vm_peak']:,} of the {space:,} bytes it may", "evidence.json")])
     return Verdict("python_error", "certain" if f.code else "probable", [hit], f"a Python error: {hit[0]}")
 
 
@@ -779,6 +788,8 @@ class Evidence:
         d, before = self.data, (len(self.data["openmp"]), len(self.data["inputs"]), self.data["limits"])
         if read(f"/proc/{pid}/limits"):
             d["limits"] = limits_of(pid)
+        if peak := re.search(r"^VmPeak:\s*(\d+) kB", read(f"/proc/{pid}/status"), re.M):
+            d["vm_peak"] = 1024 * int(peak[1])
         if process := describe_process(pid):
             d["cpu_seconds"], d["threads"] = process["cpu"], max(process["threads"], d.get("threads", 0))
         if process and process["state"] != "Z":              # the dead are in no control group
@@ -836,10 +847,15 @@ class Evidence:
 def write_reserved(path, data, size):
     """JSON, padded with blanks and written in place: a full disk takes it, for the blocks are there already."""
     text = json.dumps(data, indent=1)
+    brief = json.dumps({k: data[k] for k in ("pid", "started", "ended", "updated", "run", "exit", "cwd") if k in data} |
+                       {"limits": {k: v for k, v in data["limits"].items() if v[0] is not None and k in ("fsize", "cpu", "as")}})
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
-        os.pwrite(fd, f"{text:<{size}}\n".encode(), 0)
-        os.ftruncate(fd, max(size, len(text.encode())) + 1)
+        for content in (f"{text:<{size}}\n".encode(), text.encode(), brief.encode()):               # a small file size limit is ours too
+            with contextlib.suppress(OSError):
+                if os.pwrite(fd, content, 0) == len(content):
+                    return os.ftruncate(fd, len(content))
+        raise OSError(f"{path}: no room")
     finally:
         os.close(fd)
 
@@ -1237,13 +1253,16 @@ def stage_python():
 
 def run_stage(name, extra, seconds):
     """(result, facts) of one stage in a child: ok, skipped, or how it failed."""
-    environment = {k: v for k, v in os.environ.items() if k != "KMP_DUPLICATE_LIB_OK"} | {"PYTHONFAULTHANDLER": "1", "KMP_DUPLICATE_LIB_OK": "FALSE"} | extra
-    started = time.monotonic()
+    # passive: on a busy machine, threads that spin while they wait make small parallel regions a thousand times slower
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PYTHONFAULTHANDLER": "1", "KMP_DUPLICATE_LIB_OK": "FALSE"} | extra
+    started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     try:
         p = subprocess.run([stage_python(), str(HERE / "check_crash_cause.py"), "--stage", name], cwd=HERE, env=environment, text=True, errors="replace",
                            capture_output=True, timeout=max(1.0, seconds))
     except subprocess.TimeoutExpired:
-        return f"stood still for {seconds:.0f} s" if seconds >= STAGE_SECONDS else "not run: out of time", None
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime > 0.2 * seconds
+        return "not run: out of time" if busy or seconds < STAGE_SECONDS else f"stood still for {seconds:.0f} s", None
     took = time.monotonic() - started
     missing = re.search(r"No module named '(torch|faiss|numpy|tqdm)'", p.stderr)
     if p.returncode == 0:

@@ -1,11 +1,14 @@
 """Every class of fault, injected for real into the real trainer under the real supervisor; then the post-mortem must name it."""
+import fcntl
 import json
 import os
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -580,3 +583,99 @@ GROUP = "/sys/fs/cgroup/session/memory.events"
 def test_sigkill_is_memory_only_if_our_counter_rose(tmp_path, before, after, key, confidence):
     report = check.post_mortem(evidence_folder(tmp_path, "", exit=["signal", "SIGKILL"], oom_start=before, oom_end=after))
     assert (report["verdict"], report["confidence"]) == (key, confidence), report
+
+
+# -----------------------------------------------------------------------------
+# terminals
+
+def on_a_terminal(bench, *flags, send=None):
+    """Run under a terminal of our own -> (what it showed, exit code); `send` is typed when step 3 is reached."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 97, 0, 0))
+
+    def take_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    process = subprocess.Popen(bench.command(*flags), env=bench.environment, cwd=bench.folder, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(ours, 65536)
+        except OSError:
+            break
+        if send and (check.read_beats(bench.run) or [{}])[-1].get("step") == 3:
+            os.write(ours, send)
+            send = None
+    return shown.decode(errors="replace"), process.wait(30)
+
+
+def test_progress_bar_survives_the_supervisor_and_is_not_kept_frame_by_frame(bench):
+    shown, code = on_a_terminal(bench, "--epochs", "8")
+    assert code == 0 and "epoch 1:" in shown and max(len(frame) for frame in shown.split("\r") if frame.startswith("epoch ")) <= 97
+    kept = (bench.run / "crash/attempt-001/stderr").read_text()
+    assert kept.count("epoch ") < shown.count("epoch ")
+
+
+def test_ctrl_c_on_a_terminal_saves_and_stops(bench):
+    bench.fault("import time; time.sleep(1)")
+    shown, code = on_a_terminal(bench, "--epochs", "50", send=b"\x03")
+    assert code == 130 and "verdict: stopped: stopped by SIGINT" in shown
+    assert shown.count("finishing the step") == 1
+    bench.expect("stopped")
+
+
+def test_reader_of_both_outputs_that_dies_costs_no_state(bench):
+    bench.fault("import time; time.sleep(0.3)", at="load:3")
+    process = subprocess.Popen(bench.command("--epochs", "3"), env=bench.environment, cwd=bench.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process.stdout.readline()
+    process.stdout.close()
+    process.wait(60)
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert bench.expect("log_reader_died")["saved_step"] is not None
+
+
+# -----------------------------------------------------------------------------
+# the reproducer
+
+def run_check(*arguments, python=PYTHON, **environment):
+    clean = {k: v for k, v in os.environ.items() if k != "KMP_DUPLICATE_LIB_OK"}
+    return subprocess.run([python, ROOT / "check_crash_cause.py", *arguments], env=clean | environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_every_stage_passes_on_a_healthy_machine_within_a_minute():
+    started = time.time()
+    done = run_check()
+    assert done.returncode == 0 and "verdict: ok" in done.stdout and "not tested:" in done.stdout, done.stdout
+    assert time.time() - started < 60
+
+
+@needs_iomp
+def test_second_runtime_in_a_stage_is_named_and_its_cures_are_tried(tmp_path):
+    """FAISS as it is on macOS: with an LLVM runtime of its own, and another one with torch. Real runtimes, a real Error #15."""
+    library = str(ROOT / ".venv/lib/libiomp5.so")
+    shutil.copy(library, tmp_path / "libiomp5.so")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import ctypes, importlib.abc, sys\n"
+        f"PATHS = {{'faiss': {library!r}, 'torch': {str(tmp_path / 'libiomp5.so')!r}}}\n"
+        "class Finder(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name in PATHS:\n"
+        "            ctypes.CDLL(PATHS.pop(name)).omp_get_max_threads()\n"
+        "sys.meta_path.insert(0, Finder())\n")
+    done = run_check(PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    table = {line[:32].strip(): line[33:] for line in done.stdout.splitlines()}
+    assert table["both in one process"].startswith("SIGABRT") and table["both, as the trainer does"].startswith("ok")
+    assert table["FAISS search alone"].startswith("ok") and table["GRU training, 100 iterations"].startswith("ok")
+    assert "verdict: openmp_duplicate" in done.stdout and "OMP: Error #15" in done.stdout
+    cures = done.stdout.partition("both in one process: what cures it")[2]
+    assert "KMP_DUPLICATE_LIB_OK=TRUE" in cures and "FAISS in its own process, as the trainer does            ok" in cures
+
+
+def test_environment_and_post_mortem_work_without_torch(tmp_path):
+    bare = [f"/usr/bin/{name}" for name in ("python3.13", "python3.12", "python3.11", "python3") if os.path.exists(f"/usr/bin/{name}")] or [sys.executable]
+    done = subprocess.run([bare[0], "-S", "-E", ROOT / "check_crash_cause.py", "--env"], capture_output=True, text=True)
+    assert done.returncode == 0 and "limit        nofile" in done.stdout and str(Path.home()) + "/" not in done.stdout
+    done = subprocess.run([bare[0], "-S", "-E", ROOT / "check_crash_cause.py", "--post-mortem", tmp_path, "--json"], capture_output=True, text=True)
+    assert json.loads(done.stdout)["verdict"] == "unknown"
