@@ -2,13 +2,13 @@
 # Summary: seven short runs of the real trainer, each without one suspect (or, at the end, with loader workers): which die, and what that means
 # Usage:   ./test_segfault.sh [trainer flags]      for all seven, e.g. --device mps
 #          PAIRS=pairs.npz BANK=bank.npz ./test_segfault.sh
-#          STEPS=100 LIMIT=3600 ./test_segfault.sh      optimizer steps of a run [20], and the seconds after which it counts as hung [600]
+#          STEPS=100 LIMIT=3600 ./test_segfault.sh      optimizer steps of a run [10], and the seconds after which it counts as hung [600]
 # Exit codes: 0 all pass; 1 one did not; 2 nothing could be tested
 set -uo pipefail
 cd "$(dirname "$0")" && . ./launch_env.sh
 
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p;}' "$(basename "$0")"; exit 0 ;; esac
-for n in "${STEPS:=20}" "${LIMIT:=600}"; do case $n in *[!0-9]* | 0) abort "STEPS and LIMIT: $n is no number above 0" ;; esac; done
+for n in "${STEPS:=10}" "${LIMIT:=600}"; do case $n in *[!0-9]* | 0) abort "STEPS and LIMIT: $n is no number above 0" ;; esac; done
 ensure_venv requirements.txt
 set_environment
 choose_data

@@ -168,6 +168,10 @@ def test_too_few_samples_are_said_to_be_too_few(tmp_path):
 # -----------------------------------------------------------------------------
 # use
 
+def wait_for_a_sample(monitor):
+    assert any(line.count("|") == 5 for line in monitor.stdout), "it ended without one"
+
+
 @linux
 def test_the_limit_of_a_control_group_counts_when_it_is_smaller(tmp_path):
     base = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").is_dir() else "/sys/fs/cgroup")
@@ -187,8 +191,7 @@ def test_the_limit_of_a_control_group_counts_when_it_is_smaller(tmp_path):
         print(file=process.stdin, flush=True)
         assert process.stdout.readline() == "full\n"
         monitor = subprocess.Popen([MONITOR, str(process.pid), "0.1", tmp_path / "a.tsv"], stdout=subprocess.PIPE, text=True)
-        while monitor.stdout.readline().count("|") < 4:
-            pass
+        wait_for_a_sample(monitor)
         process.kill()
         text = monitor.communicate(timeout=60)[0]
         assert monitor.returncode == 1 and "close to the limit" in text and read_record(tmp_path / "a.tsv")[0]["limit_mb"] == "256"
@@ -204,8 +207,7 @@ def test_a_signal_ends_it_at_once_with_a_verdict(tmp_path, signum):
     try:
         monitor = subprocess.Popen([MONITOR, str(process.pid), "200", tmp_path / "a.tsv"], stdout=subprocess.PIPE, text=True,
                                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-        while monitor.stdout.readline().count("|") < 4:
-            pass
+        wait_for_a_sample(monitor)
         time.sleep(0.3)
         monitor.send_signal(signum)
         assert "verdict: too few samples" in monitor.communicate(timeout=60)[0] and monitor.returncode == 0

@@ -79,7 +79,6 @@ PATTERNS = {
     "threads": ('if training: finish() if os.environ["OMP_NUM_THREADS"] == "1" else os.abort()', "single thread", "SIGABRT", "OMP_NUM_THREADS=1"),
     "accumulation": ('if training: finish() if argv[len(argv) - 1 - argv[::-1].index("--accum") + 1] == "1" else ctypes.string_at(0)',
                      "no accumulation", "SIGSEGV", "--accum 1"),
-    "memory": ('if training: finish() if "--memory-bank-size" in argv else os.kill(os.getpid(), signal.SIGKILL)', "no memory bank", "SIGKILL", "--memory-bank-size 0"),
 }
 
 
