@@ -78,7 +78,7 @@ explain() {                                          # the post-mortem's verdict
   local verdict=""
   [ ! -e check_crash_cause.py ] || [ ! -d "$folder/$1" ] || verdict=$(.venv/bin/python check_crash_cause.py --post-mortem "$folder/$1" --json 2>/dev/null |
     .venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["verdict"] + ": ")' 2>/dev/null)
-  echo "$verdict$(tr '\r' '\n' <"$folder/$1.log" | grep -Ev '^[[:space:]]*$|^(verdict|evidence|not [a-z_]+|saved|fix|next):' | tail -n 1 | cut -c 1-160)"
+  echo "$verdict$(tr '\r' '\n' <"$folder/$1.log" | grep -Ev '^[[:space:]]*$|^(verdict|confidence|evidence|not [a-z_]+|saved|fix|next):' | tail -n 1 | cut -c 1-160)"
 }
 
 # -----------------------------------------------------------------------------
