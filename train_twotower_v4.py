@@ -885,6 +885,7 @@ class Run:
     def __init__(self, folder, cfg, device):
         self.folder, self.device, self.progress, self.signum, self.bar = folder, device, Progress(), None, None
         self.events, self.heartbeat, self.log, self.pending, self.beats = None, None, None, b"", 0
+        self.fault = os.environ.get("TWOTOWER_FAULT")        # tests only: PHASE:STEP:FILE, run at that heartbeat
         if folder is None:
             return
         try:
@@ -929,8 +930,8 @@ class Run:
             with contextlib.suppress(OSError):
                 os.pwrite(self.heartbeat, f"{line:<79}\n".encode(), self.beats % 64 * 80)
             self.beats += 1
-            if (fault := os.environ.get("TWOTOWER_FAULT", "")).startswith(f"{phase}:{self.progress.updates}:"):
-                exec(Path(fault.split(":", 2)[2]).read_text(), {"run": self})            # tests only: PHASE:STEP:FILE
+            if self.fault and self.fault.startswith(f"{phase}:{self.progress.updates}:"):
+                exec(Path(self.fault.split(":", 2)[2]).read_text(), {"run": self})
 
     def tick(self, phase):
         self.beat(phase)

@@ -4,7 +4,8 @@
     python bench/evidence_cost.py [--steps 60]
 
 Steps with the evidence on and off alternate in one process, so that both see the same machine; the trainer's own Run, Trainer and data
-are used. Prints ratios; exit 1 if the evidence costs 1% of a step or more.
+are used, with one thread, and times are the thread's own, so that a busy machine changes little. Prints ratios; exit 1 if the evidence
+costs 1% of a step or more.
 """
 import argparse
 import dataclasses
@@ -27,9 +28,9 @@ class Meter:
         setattr(target, name, self)
 
     def __call__(self, *args, **kwargs):
-        started = time.perf_counter()
+        started = time.thread_time()
         result = self.inner(*args, **kwargs)
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.thread_time() - started
         self.calls += 1
         return result
 
@@ -44,6 +45,7 @@ def main():
     import make_tiny_pairs
     import train_twotower_v4 as t
 
+    t.torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_pairs.main(["--out", folder, "--sequences", "200", "--dim", "128"])
         cfg = dataclasses.replace(t.Config(), pairs=f"{folder}/pairs.npz", bank=f"{folder}/bank.npz", hidden_dim=128, log_dir="none", memory_bank_size=8192)
@@ -58,16 +60,16 @@ def main():
             on = i % 2 == 0
             batches = t.load_batches(train, [window[a:b] for a, b in t.spans(len(window), cfg.bs)], 0)
             run.beat, run.event = (beat, event) if on else (lambda phase: None, lambda name, **fields: None)
-            started = time.perf_counter()
+            started = time.thread_time()
             trainer.step(window, batches)
             if i >= 4:                                       # the first ones fill caches
-                times[on].append(time.perf_counter() - started)
+                times[on].append(time.thread_time() - started)
         evidence = check.Evidence(["bench"])
         evidence.sample(os.getpid())                         # the first look reads each library once
-        started = time.perf_counter()
+        started = time.thread_time()
         for _ in range(10):
             evidence.sample(os.getpid())
-        look = (time.perf_counter() - started) / 10          # seconds a look; there is one each second
+        look = (time.thread_time() - started) / 10          # seconds a look; there is one each second
         shutil.rmtree(evidence.temporary)
     on, off = (float(np.median(times[k])) for k in (True, False))
     steps = len(times[True]) + 2
