@@ -67,7 +67,7 @@ choose_data() {
   fi
 }
 
-# run_training NAME FLAGS...: become the trainer; later flags win, so a launcher's caller has the last word. Never returns.
+# run_training NAME FLAGS...: become the trainer's supervisor; later flags win, so a launcher's caller has the last word. Never returns.
 run_training() {
   local name=$1
   shift
@@ -75,5 +75,6 @@ run_training() {
   set_environment
   choose_data
   # demo flags come first: what a launcher or its caller says is stronger (and bash 3.2 has no empty "${array[@]}" under set -u)
-  exec .venv/bin/python train_twotower_v4.py --pairs "$PAIRS" --bank "$BANK" --out "runs/$name" ${demo_flags[@]+"${demo_flags[@]}"} "$@"
+  exec .venv/bin/python check_crash_cause.py --supervise -- \
+    .venv/bin/python train_twotower_v4.py --pairs "$PAIRS" --bank "$BANK" --out "runs/$name" ${demo_flags[@]+"${demo_flags[@]}"} "$@"
 }

@@ -16,6 +16,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import errno
 import faulthandler
 import fcntl
 import hashlib
@@ -800,17 +801,24 @@ class Run:
     def __init__(self, folder, cfg, device):
         self.folder, self.device, self.progress, self.signum, self.bar = folder, device, Progress(), None, None
         self.events, self.heartbeat, self.log, self.pending, self.beats, self.files = None, None, None, b"", 0, []
+        self.fault = os.environ.get("TWOTOWER_FAULT")        # tests only: PHASE:STEP:FILE, run at that heartbeat
         if folder is None:
             return
         with mendable(folder, "give an --out and a --log-dir that can be written", OSError):
             for sub in ("checkpoints", "crash"):
                 (folder / sub).mkdir(parents=True, exist_ok=True)
             self.files.append(lock_folder(folder))
+            if evidence := os.environ.get("TWOTOWER_EVIDENCE"):          # the supervisor asks which folder this run has
+                Path(evidence, "run").write_text(str(folder.resolve()))
             for left in folder.glob("search.*"):             # by a search that was killed
                 shutil.rmtree(left)
             self.events = self.open(folder / "events.jsonl", os.O_APPEND)
             self.heartbeat = self.open(folder / "crash" / "heartbeat")
-            faulthandler.enable(self.open(folder / "crash" / "faulthandler.log", os.O_APPEND))
+            crash = self.open(folder / "crash" / "faulthandler.log", os.O_APPEND)
+            with contextlib.suppress(OSError):
+                os.write(crash, f"pid {os.getpid()} started {time.time():.3f}\n".encode())
+            faulthandler.enable(crash)
+            faulthandler.register(signal.SIGUSR1, crash)     # where is it? all stacks, and the run goes on
             if cfg.log_dir != "none":
                 Path(cfg.log_dir).mkdir(parents=True, exist_ok=True)
                 self.log = self.open(Path(cfg.log_dir) / time.strftime(f"twotower_{folder.name}_%Y%m%d_%H%M%S.log"), os.O_APPEND)
@@ -825,6 +833,7 @@ class Run:
         """Let go of the folder and of the signals, for a caller that lives on."""
         for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(s, signal.SIG_DFL if s != signal.SIGINT else signal.default_int_handler)
+        faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
         for fd in self.files:
             os.close(fd)
@@ -833,7 +842,8 @@ class Run:
         if self.signum:
             os._exit(128 + signum)
         self.signum = signum
-        os.write(2, f"\ntrain: {signal.Signals(signum).name}: finishing the step, then saving; once more ends at once\n".encode())
+        with contextlib.suppress(OSError):                   # a terminal that is closed
+            os.write(2, f"\ntrain: {signal.Signals(signum).name}: finishing the step, then saving; once more ends at once\n".encode())
 
     def check_stop(self):
         if self.signum:
@@ -847,13 +857,21 @@ class Run:
             with contextlib.suppress(OSError):
                 os.pwrite(self.heartbeat, f"{line:<79}\n".encode(), self.beats % 64 * 80)
             self.beats += 1
+            if self.fault and self.fault.startswith(f"{phase}:{self.progress.updates}:"):
+                exec(Path(self.fault.split(":", 2)[2]).read_text(), {"run": self})
 
     def tick(self, phase):
         self.beat(phase)
         self.check_stop()
 
     def say(self, line):
-        tqdm.write(line) if self.bar else print(line, flush=True)
+        try:
+            tqdm.write(line) if self.bar else print(line, flush=True)
+        except OSError as e:                                 # whoever read the output is gone: save where all is whole, then stop
+            if e.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            self.signum = self.signum or signal.SIGPIPE
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if self.log is not None:
             with contextlib.suppress(OSError):               # a full disk ends the run at a checkpoint, with a line of its own
                 os.write(self.log, (time.strftime("%H:%M:%S ") + line + "\n").encode())
