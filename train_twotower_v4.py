@@ -77,7 +77,7 @@ class Config:
     hidden_dim: int = flag("model", 512, "state size of each direction", 1)
     num_layers: int = flag("model", 1, "recurrent layers", 1)
     pool: str = flag("model", "mean", "how the states become one vector", choices=("mean", "last"))
-    residual: str = flag("model", "learned", "weighted context added to the projection: exponential, or learned from there; none = off", choices=("exp", "learned", "none"))
+    residual: str = flag("model", "learned", "weighted context added to the projection: fixed, or learned from there; none = off", choices=("exp", "learned", "none"))
     residual_decay: float = flag("model", 0.5, "weight of a context vector relative to the one after it, at the start; 1 = no decay")
 
     epochs: int = flag("training", 30, "passes over the training pairs", 1)
