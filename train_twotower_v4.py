@@ -640,19 +640,21 @@ def info_nce(q, d, negatives, forbidden, cfg, counts):
 # mining: hard negatives for each pair, found at the start of an epoch
 
 @torch.no_grad()
-def encode(tower, split, idx, out, run):
-    """Queries of the pairs idx, written to out (n, D)."""
+def encode(tower, split, idx, run):
+    """Queries of the pairs idx, block by block (b, D)."""
     for a, b in spans(len(idx), 256):
         run.tick("encode")
-        out[a:b] = tower(torch.from_numpy(split[idx[a:b]]).to(run.device)).cpu().numpy()
-    return out
+        yield tower(torch.from_numpy(split[idx[a:b]]).to(run.device)).cpu().numpy()
 
-def search_bank(write_queries, n, k, bank, cfg, run):
-    """Top-k bank rows of n queries -> (ids (n, k), who found them). A worker that dies costs a line, not the run."""
-    with tempfile.TemporaryDirectory(prefix="search.", dir=run.folder) as folder:
+def search_bank(blocks, n, k, bank, cfg, run):
+    """Top-k bank rows of n queries, given in blocks (b, D) -> (ids (n, k), who found them). A worker that dies costs a line, not the run."""
+    with mendable(run.folder, "make room, then start this again", OSError), tempfile.TemporaryDirectory(prefix="search.", dir=run.folder) as folder:
         folder = Path(folder).resolve()
-        queries = write_queries(np.lib.format.open_memmap(folder / "queries.npy", "w+", np.float32, (n, bank.vectors.shape[1])))
-        queries.flush()
+        with open(folder / "queries.npy", "wb") as f:        # written, not mapped: on a full disk a write fails, a mapped one kills
+            np.lib.format.write_array_header_1_0(f, {"descr": "<f4", "fortran_order": False, "shape": (n, bank.vectors.shape[1])})
+            for block in blocks:
+                f.write(block.tobytes())
+        queries = np.load(folder / "queries.npy", mmap_mode="r")
         if run.device == "mps":
             torch.mps.empty_cache()
 
@@ -689,7 +691,7 @@ def mine_negatives(tower, train, rule, epoch, cfg, run):
     """(N, count) bank rows by pair, -1 where the window holds too few. Ranks count candidates only."""
     started, bank, N, let_through = time.time(), train.bank, len(train), 0
     k = (rule.high if rule.kind == "rank" else 256) + 8 + train.C.shape[1]               # more than asked for: some are no candidates
-    ids, backend = search_bank(lambda out: encode(tower, train, np.arange(N), out, run), N, k, bank, cfg, run)
+    ids, backend = search_bank(encode(tower, train, np.arange(N), run), N, k, bank, cfg, run)
     mined = np.full((N, rule.count), -1, np.int32)
     for a, b in spans(N, 64):
         run.tick("mine")
@@ -1063,7 +1065,7 @@ class Trainer:
     def judge_epoch(self):
         """Evaluate, keep what is best; the progress it leaves is the start of the next epoch."""
         p, run, cfg = self.progress, self.run, self.cfg
-        queries = encode(self.tower, self.val, self.eval_idx, np.empty((len(self.eval_idx), self.train.bank.vectors.shape[1]), np.float32), run)
+        queries = np.concatenate(list(encode(self.tower, self.val, self.eval_idx, run)))                  # (n, D)
         ranks = count_ranks(queries[None], self.val, self.eval_idx, cfg.keep_context, run)[0]
         result, pairs = judge(ranks, p.baselines, cfg.metric), max(1, p.loss_pairs)
         run.say("negatives a query | " + " | ".join(f"{name} {used / pairs:,.0f} ({masked / pairs:.1f} masked)"
@@ -1185,11 +1187,8 @@ def resolve_targets(split, cfg, run):
     if cache.exists():
         nearest = np.load(cache)
     else:
-        def write(out):
-            for a, b in spans(len(missing), CHUNK):
-                out[a:b] = split.positives(missing[a:b])
-            return out
-        nearest = search_bank(write, len(missing), 1, bank, cfg, run)[0][:, 0]
+        blocks = (split.positives(missing[a:b]) for a, b in spans(len(missing), CHUNK))
+        nearest = search_bank(blocks, len(missing), 1, bank, cfg, run)[0][:, 0]
         for a, b in spans(len(missing), CHUNK):
             cosine = (bank.documents(nearest[a:b]) * split.positives(missing[a:b])).sum(1)
             nearest[a:b][cosine < cfg.filter_threshold] = -1
@@ -1258,7 +1257,8 @@ def start_run(cfg, device):
             stored = read_config(checkpoint.parent.parent / "config.yaml")
             if other := [f"{k} {stored.get(k)} -> {v}" for k, v in machine.items() if stored.get(k) != v]:
                 run.say(f"resume | warning: the same bits are not promised here: {', '.join(other)}")
-        write_config(folder / "config.yaml", vars(cfg) | {"out": str(folder), "resume": ""} | files | machine)
+        with mendable(folder, "make room, then start this again", OSError):
+            write_config(folder / "config.yaml", vars(cfg) | {"out": str(folder), "resume": ""} | files | machine)
         run.event("start", phase="load", pid=os.getpid(), resumed=bool(checkpoint), argv=sys.argv[1:], **machine)
         tell_plan(trainer)
         trainer.fit()

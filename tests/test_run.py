@@ -1,4 +1,5 @@
 """Whole runs of the real trainer: stopped, killed, resumed, on a full disk, twice at once; each against a run left alone."""
+import contextlib
 import json
 import os
 import shutil
@@ -180,18 +181,19 @@ def mount_tmpfs(folder, size):
         pytest.skip(f"this needs a small file system of its own, and mount said: {done.stderr.strip()}")
 
 
+def fill_disk(disk):
+    with open(disk / "filler", "wb", buffering=0) as f, contextlib.suppress(OSError):
+        while True:
+            f.write(bytes(65536))
+
+
 def test_full_disk_ends_with_exit_2_and_the_last_good_checkpoint_is_whole(lab, whole):
     """A real full disk: a tmpfs with room for the first checkpoints, and then a file that takes the rest."""
     disk = lab.folder / "small_disk"
     mount_tmpfs(disk, "4m")
     try:
         process = start_and_wait(lab, 8, "--out", "small_disk/run", *LONG)
-        with open(disk / "filler", "wb", buffering=0) as f:
-            try:
-                while True:
-                    f.write(bytes(65536))
-            except OSError:
-                pass
+        fill_disk(disk)
         stdout, stderr = process.communicate(timeout=60)
         assert process.returncode == 2 and "No space left on device" in stderr, (stdout, stderr)
         assert len([x for x in stderr.splitlines() if x.startswith("train: ")]) == 1 and "make room" in stderr
@@ -201,6 +203,22 @@ def test_full_disk_ends_with_exit_2_and_the_last_good_checkpoint_is_whole(lab, w
         assert done.returncode == 0, done.stderr
         assert_same_bits(weights(lab, "small_disk/run"), whole)
         assert all(line.endswith("}\n") for line in open(disk / "run" / "events.jsonl"))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=False)
+
+
+def test_disk_that_is_full_when_mining_begins_ends_with_exit_2_not_a_bus_error(lab, whole):
+    disk = lab.folder / "mining_disk"
+    mount_tmpfs(disk, "4m")
+    try:
+        process = start_and_wait(lab, 5, "--out", "mining_disk/run", *LONG, "--ckpt-seconds", "600")
+        fill_disk(disk)
+        stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == 2 and "No space left on device; make room" in stderr, (process.returncode, stdout, stderr)
+        (disk / "filler").unlink()
+        done = lab.train("--resume", "mining_disk/run")
+        assert done.returncode == 0, done.stderr
+        assert_same_bits(weights(lab, "mining_disk/run"), whole)
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=False)
 

@@ -29,10 +29,7 @@ def setup(tmp_path, dtype=np.float32, normal=False, M=3000, **flags):
 
 
 def search(queries, k, bank, cfg, run):
-    def write(out):
-        out[:] = queries
-        return out
-    return T.search_bank(write, len(queries), k, bank, cfg, run)
+    return T.search_bank([queries[:7], queries[7:]], len(queries), k, bank, cfg, run)
 
 
 @pytest.mark.parametrize("dtype, normal", [(np.float32, True), (np.float32, False), (np.float16, False)])
@@ -109,7 +106,7 @@ class Fixed:
     def __init__(self, lab, monkeypatch, rows, **flags):
         self.cfg = dataclasses.replace(T.Config(pairs=str(lab.pairs), bank=str(lab.bank)), **flags)
         self.train, _ = T.open_data(self.cfg)
-        monkeypatch.setattr(T, "search_bank", lambda write, n, k, bank, cfg, run: (rows(self.train, k), "fixed"))
+        monkeypatch.setattr(T, "search_bank", lambda blocks, n, k, bank, cfg, run: (rows(self.train, k), "fixed"))
 
     def mine(self, text, epoch=1):
         rule = T.parse_schedule(text, 1)[0]
