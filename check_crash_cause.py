@@ -719,8 +719,7 @@ def post_mortem(folder):
     warnings = []
     if v.key not in ("openmp_masked", "openmp_duplicate") and len(f.attempt.get("openmp", [])) > 1:
         warnings.append(f"openmp_masked: two OpenMP runtimes were in the process ({', '.join(f.attempt['openmp'])}); that alone can crash it")
-    died = {"step": "search worker died"}
-    warnings += [e["what"] for e in f.events if e["event"] == "guard" and died["step"] in e.get("what", "")][-1:]
+    warnings += [e["what"] for e in f.events if e["event"] == "guard" and "search worker died" in e.get("what", "")][-1:]
     return {"verdict": v.key, "confidence": v.confidence, "what": v.detail or headline,
             "evidence": [{"fact": fact, "file": f.parent_file if file == "evidence.json" else file} for fact, file in v.evidence],
             "excluded": list_excluded(f, v.key) if v.key not in ("ok", "openmp_masked") else [], "fix": fix,
@@ -769,14 +768,14 @@ class Evidence:
             self.log.write(re.sub(rb"\r[^\r\n]*(?=\r[^\n])", b"", chunk))
 
     def settle(self, folder):
-        """Move to the run's folder."""
+        """Move to the run's folder; tried once, for a full one takes the folder and not the files."""
+        self.data["run"] = str(folder)
         try:
             taken = [int(p.name[8:]) for p in (folder / "crash").glob("attempt-*") if p.name[8:].isdigit()]
             place = folder / "crash" / f"attempt-{max(taken, default=0) + 1:03d}"
             place.mkdir(parents=True)
             log = open(place / "stderr", "ab", buffering=0)
             log.write((self.place / "stderr").read_bytes())
-            self.data["run"] = str(folder)
             write_reserved(place / "evidence.json", self.data, self.RESERVED)
         except OSError:
             return                                           # no room there: it stays where it is
@@ -804,7 +803,7 @@ class Evidence:
         d["listed"] = time.time() if files else d.get("listed", 0)
         d["openmp"] = sorted({*d["openmp"], *(p for p in files if is_llvm_openmp(p))})
         d["inputs"] = sizes_of(p for p in files if re.search(r"\.np[zy]$", p) and not (d["run"] and p.startswith(d["run"]))) | d["inputs"]
-        if not self.settled and (folder := read(self.temporary / "run")):
+        if not d["run"] and (folder := read(self.temporary / "run")):
             self.settle(Path(folder))
         elif (len(d["openmp"]), len(d["inputs"]), d["limits"]) != before:
             self.save()
@@ -898,7 +897,8 @@ class Child:
         self.pid = evidence.data["pid"] = self.process.pid
         self.moved, self.place_seen, self.sampled, self.born = time.monotonic(), None, 0.0, time.monotonic()
         for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(s, self.on_signal)
+            if (s, signal.getsignal(s)) != (signal.SIGHUP, signal.SIG_IGN):              # under nohup it outlives the terminal
+                signal.signal(s, self.on_signal)
         signal.signal(signal.SIGTSTP, self.on_pause)
         signal.signal(signal.SIGWINCH, lambda *_: copy_window_size(self.fd) if self.fd is not None and os.isatty(self.fd) else None)
 
@@ -908,9 +908,10 @@ class Child:
         self.pending.append((signum, time.monotonic(), self.evidence.heard.count(f"train: {name}: finishing".encode())))
 
     def on_pause(self, _signum, _frame):
-        os.killpg(self.pid, signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        os.killpg(self.pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.killpg(self.pid, signal.SIGCONT)
 
     def pass_signals(self):
         """Send on what reached only us. A signal to all processes of a job has reached the trainer too, which says so; twice would end it unsaved."""
@@ -1021,7 +1022,7 @@ def planned_folder(command):
 
 def supervise(command, hang_seconds):
     """Run the command until it is done, or can't go on. The exit code is the command's."""
-    most, resumed_at = int(os.environ.get("MAX_RESTARTS") or 3), []
+    most, resumed_at = int(os.environ["MAX_RESTARTS"]) if os.environ.get("MAX_RESTARTS", "").isdigit() else 3, []
     while True:
         evidence = Evidence(command)
         try:
@@ -1032,8 +1033,7 @@ def supervise(command, hang_seconds):
             return 2
         status, usage = child.wait()
         code = 128 - status if status < 0 else status
-        if not evidence.settled and status and not evidence.data["asks_only"]:
-            evidence.data["run"] = ""
+        if not evidence.data["run"] and status and not evidence.data["asks_only"]:
             evidence.finish(status, usage)
             if post_mortem(evidence.place)["verdict"] == "python_error" and status == 2:
                 shutil.rmtree(evidence.temporary, ignore_errors=True)            # a flag mistyped: the trainer has said it, there was no run
@@ -1338,7 +1338,8 @@ def main(argv=None):
     what.add_argument("--supervise", action="store_true", help="run the COMMAND after --")
     what.add_argument("--stage", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="with --post-mortem: for programs")
-    parser.add_argument("--hang-seconds", type=float, default=600, help="with --supervise: without a heartbeat for so long it hangs [%(default)s]")
+    parser.add_argument("--hang-seconds", type=float, default=float(os.environ.get("HANG_SECONDS") or 600),
+                        help="with --supervise: without a heartbeat for so long it hangs; HANG_SECONDS in the environment [%(default)s]")
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="with --supervise, after --")
     args = parser.parse_args(argv)
     if args.command and not args.supervise:

@@ -55,6 +55,7 @@ class Bench:
 
     def start(self, *flags, limit=None, **options):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)         # whatever started the tests, nohup is not meant here
         return subprocess.Popen(self.command(*flags, **options), env=self.environment, cwd=self.folder, text=True, preexec_fn=limit, **pipes)
 
     def die(self, code=None, *flags, at="forward:3", limit=None, **options):
@@ -124,7 +125,7 @@ def test_mistyped_flag_is_one_line_and_no_post_mortem(bench):
 
 
 def test_run_that_is_still_training_is_not_declared_dead(bench):
-    bench.fault("import time; time.sleep(8)")
+    bench.fault("import time; time.sleep(2)")
     process = bench.start()
     wait_for(lambda: (check.read_beats(bench.run) or [{}])[-1].get("step") == 3)
     report = bench.post_mortem()
@@ -283,7 +284,7 @@ def test_refused_allocation_is_named(bench, who):
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
 def test_signal_to_the_supervisor_stops_and_saves_once(bench, name):
-    bench.fault("import time; time.sleep(1.5)")
+    bench.fault("import time; time.sleep(0.7)")
     process = bench.start()
     wait_for(lambda: (check.read_beats(bench.run) or [{}])[-1].get("step") == 3)
     process.send_signal(getattr(signal, name))
@@ -293,7 +294,7 @@ def test_signal_to_the_supervisor_stops_and_saves_once(bench, name):
 
 
 def test_signal_to_the_whole_job_does_not_reach_the_trainer_twice(bench):
-    bench.fault("import time; time.sleep(1.5)")
+    bench.fault("import time; time.sleep(0.7)")
     process = bench.start()
     wait_for(lambda: (check.read_beats(bench.run) or [{}])[-1].get("step") == 3)
     for pid in (process.pid, check.read_beats(bench.run)[-1]["pid"]):
@@ -679,3 +680,30 @@ def test_environment_and_post_mortem_work_without_torch(tmp_path):
     assert done.returncode == 0 and "limit        nofile" in done.stdout and str(Path.home()) + "/" not in done.stdout
     done = subprocess.run([bare[0], "-S", "-E", ROOT / "check_crash_cause.py", "--post-mortem", tmp_path, "--json"], capture_output=True, text=True)
     assert json.loads(done.stdout)["verdict"] == "unknown"
+
+
+def test_nohup_outlives_the_terminal(bench):
+    bench.fault("import time; time.sleep(0.7)")
+    process = subprocess.Popen(bench.command(), env=bench.environment, cwd=bench.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    wait_for(lambda: (check.read_beats(bench.run) or [{}])[-1].get("step") == 3)
+    process.send_signal(signal.SIGHUP)
+    assert process.communicate(timeout=30)[1] == b"" and process.returncode == 0
+
+
+def test_launcher_goes_on_by_itself_after_kill_9(tmp_path, data):
+    """The documented use: the launcher, its trainer killed from outside, the verdict on the terminal, the run done."""
+    suite = tmp_path / "suite"
+    suite.mkdir()
+    for name in ("launch_v4_cpu.sh", "launch_env.sh", "train_twotower_v4.py", "check_crash_cause.py", "requirements.txt"):
+        shutil.copy2(ROOT / name, suite)
+    (suite / ".venv").symlink_to(ROOT / ".venv")
+    (tmp_path / "slow.py").write_text("import time; time.sleep(1)")
+    environment = os.environ | {"PAIRS": str(data / "pairs.npz"), "BANK": str(data / "bank.npz"), "TWOTOWER_FAULT": f"load:3:{tmp_path / 'slow.py'}"}
+    process = subprocess.Popen([suite / "launch_v4_cpu.sh", *FLAGS], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = suite / "runs/v4_cpu"
+    wait_for(lambda: (check.read_beats(run) or [{}])[-1].get("step") == 3)
+    os.kill(check.read_beats(run)[-1]["pid"], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "done   |" in out
+    assert "killed from outside" in err and "not oom_killed" in err and "saved: step 3" in err and "restart 1 of 3: going on from step 3" in err
