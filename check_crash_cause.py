@@ -559,6 +559,8 @@ def rule_native(f):
             return Verdict("unknown", "unknown", facts, "native code divided by zero, or the like (SIGFPE); no known cause")
         if len(frames) >= 50 and len(set(frames)) <= len(frames) / 5:
             return Verdict("stack_overflow", sure, facts + [(f"{len(frames)} frames, {len(set(frames))} different ones", "crash/faulthandler.log")])
+        if f.fault and not said:                             # faulthandler was on, and had no stack to write from
+            sure, facts = "probable", facts + [("faulthandler was on and wrote nothing: a stack that overflows in a thread looks like that", "crash/faulthandler.log")]
         place = f" in {frames[0]}" if frames else ""
         return Verdict("segfault", sure, facts, f"native code touched memory that is not its own{place}" + (f", phase {f.beat['phase']}" if f.beat else ""))
     if f.signal == "SIGXFSZ":
@@ -1103,7 +1105,8 @@ def bundle(folder):
     """One archive of text: what the run wrote, its verdict, the machine. No vectors, no weights, no home paths."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise SystemExit(f"check: {folder}: no such run folder")
+        print(f"check: {folder}: no such run folder", file=sys.stderr)
+        return 2
     name = f"{folder.resolve().name}_report"
     texts = {"post-mortem.json": json.dumps(post_mortem(folder), indent=1), "environment.txt": describe_machine()}
     for p in sorted([*folder.glob("*.yaml"), *folder.glob("*.jsonl"), *folder.glob("history.json"), *(folder / "crash").rglob("*")]):
@@ -1116,6 +1119,7 @@ def bundle(folder):
             info.size, info.mtime = len(data), int(time.time())
             tar.addfile(info, io.BytesIO(data))
     print(f"{name}.tar.gz: {len(texts)} text files; look through it before you send it")
+    return 0
 
 
 # -----------------------------------------------------------------------------
@@ -1356,11 +1360,12 @@ def main(argv=None):
     elif args.env:
         print(describe_machine())
     elif args.bundle:
-        bundle(args.bundle)
+        return bundle(args.bundle)
     else:
         return reproduce()
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL if "--supervise" not in sys.argv else signal.SIG_IGN)       # | head ends it quietly
     sys.exit(main())

@@ -707,3 +707,10 @@ def test_launcher_goes_on_by_itself_after_kill_9(tmp_path, data):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and "done   |" in out
     assert "killed from outside" in err and "not oom_killed" in err and "saved: step 3" in err and "restart 1 of 3: going on from step 3" in err
+
+
+def test_overflow_in_a_thread_that_leaves_no_frames_is_not_called_certain(bench):
+    bench.die("import sys, threading\nsys.setrecursionlimit(10 ** 9)\ndef deeper(x): return sorted([x], key=deeper)\n"
+              "t = threading.Thread(target=deeper, args=(0,)); t.start(); t.join()")
+    report = bench.post_mortem()
+    assert report["verdict"] in ("segfault", "stack_overflow") and report["confidence"] == "probable", report
