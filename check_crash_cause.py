@@ -420,12 +420,12 @@ def rule_hang(f):
     people = {p["pid"]: p for p in h["processes"]}
     for p in h["processes"]:
         parent = people.get(p["parent"])
-        if parent and p["threads"] == 1 and p["waits"] == "futex" and p["command"] == parent["command"] and p["state"] in "SD":
-            return Verdict("fork_deadlock", "certain" if parent["threads"] > 1 else "probable",
-                           [quiet, (f"process {p['pid']}, forked from {parent['pid']} ({parent['threads']} threads), has one thread, which waits on a futex",
-                                    "evidence.json")])
+        if parent and p["threads"] == 1 and p["waits"] in ("futex", "", "0") and p["command"] == parent["command"] and p["state"] in "SD":
+            return Verdict("fork_deadlock", "certain" if parent["threads"] > 1 and p["waits"] == "futex" else "probable",
+                           [quiet, (f"process {p['pid']}, forked from {parent['pid']} ({parent['threads']} threads), has one thread, which waits"
+                                    f"{' on a futex' * (p['waits'] == 'futex')}", "evidence.json")])
     for key, _, pattern in ERROR_TEXTS[:3]:                  # an error in a worker's own thread ends nothing: the trainer waits for its batch
-        if hit := find_text(f, pattern, True):
+        if h["phase"] == "load" and (hit := find_text(f, pattern, True)):
             return Verdict(key, "certain", [hit, quiet], f"{CAUSES[key][0]}: {hit[0]}; the trainer waited in vain")
     where = stuck_line(h["stacks"])
     return Verdict("hang", "certain", [quiet] + ([(f"the stack stands in {where}", "crash/faulthandler.log")] if where else []),
@@ -445,8 +445,9 @@ def rule_finished(f):
         return None
     if f.end.get("status") == "done" or f.attempt.get("asks_only"):
         runtimes, flag = f.attempt.get("openmp", []), f.attempt.get("environment", {}).get("KMP_DUPLICATE_LIB_OK", "")
-        if len(runtimes) > 1 and flag.lower() in ("true", "1", "yes", "on"):
-            return Verdict("openmp_masked", "certain", [(f"mapped: {', '.join(runtimes)}", "evidence.json"), (f"KMP_DUPLICATE_LIB_OK={flag}", "evidence.json")])
+        if len(runtimes) > 1:                                # without the flag at the start, a module has set it (threadpoolctl does), or one of them sleeps
+            sure = "certain" if flag.lower() in ("true", "1", "yes", "on") else "probable"
+            return Verdict("openmp_masked", sure, [(f"mapped: {', '.join(runtimes)}", "evidence.json"), (f"KMP_DUPLICATE_LIB_OK={flag}", "evidence.json")])
         return Verdict("ok", "certain", [("the end event says done", "events.jsonl")] + [("exit code 0", "evidence.json")] * (f.code == 0))
     return Verdict("incomplete", "certain" if f.attempt.get("run") else "probable",
                    [("exit code 0", "evidence.json"), (f"the end event says {f.end['error']}" if f.end.get("error") else "no end event", "events.jsonl")])
