@@ -893,7 +893,8 @@ class Run:
                 (folder / sub).mkdir(parents=True, exist_ok=True)
             self.lock = lock_folder(folder)
             if evidence := os.environ.get("TWOTOWER_EVIDENCE"):          # the supervisor asks which folder this run has
-                Path(evidence, "run").write_text(str(folder.resolve()))
+                with contextlib.suppress(OSError):
+                    Path(evidence, "run").write_text(str(folder.resolve()))
             for left in folder.glob("search.*"):             # by a search that was killed
                 shutil.rmtree(left)
             self.events = os.open(folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
