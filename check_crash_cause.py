@@ -1014,7 +1014,8 @@ def planned_folder(command):
     """Where the trainer would have put a run that it refused to begin: --out, or the next free number after a finished one."""
     out = "runs/twotower_v4"
     for a, b in zip(command, command[1:] + [""]):
-        out = b if a in ("--out", "--resume") and b and Path(b).suffix != ".pt" else a.partition("=")[2] if a.startswith(("--out=", "--resume=")) else out
+        if re.match(r"--(out|resume)\b", a) and not (value := a.partition("=")[2] or b).endswith(".pt"):
+            out = value or out
     n = 1
     while Path(f"{out}_{n + 1}").exists():
         n += 1
@@ -1052,7 +1053,7 @@ def supervise(command, hang_seconds):
         saved = -1 if report["saved_step"] is None else report["saved_step"]
         why_not = ("going on can't help before that is mended" if not report["resuming_can_help"] else
                    "it was asked to stop" if evidence.data["signals"] else
-                   f"{most} times were tried" if len(resumed_at) >= most else
+                   f"MAX_RESTARTS is {most}" if len(resumed_at) >= most else
                    f"the last start made no progress, nothing was saved after step {max(0, saved)}" if resumed_at and saved <= resumed_at[-1] else "")
         text = tell(report)
         if why_not and report["resuming_can_help"]:
