@@ -420,12 +420,12 @@ def rule_hang(f):
     people = {p["pid"]: p for p in h["processes"]}
     for p in h["processes"]:
         parent = people.get(p["parent"])
-        if parent and p["threads"] == 1 and p["waits"] == "futex" and p["command"] == parent["command"] and p["state"] in "SD":
-            return Verdict("fork_deadlock", "certain" if parent["threads"] > 1 else "probable",
-                           [quiet, (f"process {p['pid']}, forked from {parent['pid']} ({parent['threads']} threads), has one thread, which waits on a futex",
-                                    "evidence.json")])
+        if parent and p["threads"] == 1 and p["waits"] in ("futex", "", "0") and p["command"] == parent["command"] and p["state"] in "SD":
+            return Verdict("fork_deadlock", "certain" if parent["threads"] > 1 and p["waits"] == "futex" else "probable",
+                           [quiet, (f"process {p['pid']}, forked from {parent['pid']} ({parent['threads']} threads), has one thread, which waits"
+                                    f"{' on a futex' * (p['waits'] == 'futex')}", "evidence.json")])
     for key, _, pattern in ERROR_TEXTS[:3]:                  # an error in a worker's own thread ends nothing: the trainer waits for its batch
-        if hit := find_text(f, pattern, True):
+        if h["phase"] == "load" and (hit := find_text(f, pattern, True)):
             return Verdict(key, "certain", [hit, quiet], f"{CAUSES[key][0]}: {hit[0]}; the trainer waited in vain")
     where = stuck_line(h["stacks"])
     return Verdict("hang", "certain", [quiet] + ([(f"the stack stands in {where}", "crash/faulthandler.log")] if where else []),
@@ -445,8 +445,9 @@ def rule_finished(f):
         return None
     if f.end.get("status") == "done" or f.attempt.get("asks_only"):
         runtimes, flag = f.attempt.get("openmp", []), f.attempt.get("environment", {}).get("KMP_DUPLICATE_LIB_OK", "")
-        if len(runtimes) > 1 and flag.lower() in ("true", "1", "yes", "on"):
-            return Verdict("openmp_masked", "certain", [(f"mapped: {', '.join(runtimes)}", "evidence.json"), (f"KMP_DUPLICATE_LIB_OK={flag}", "evidence.json")])
+        if len(runtimes) > 1:                                # without the flag at the start, a module has set it (threadpoolctl does), or one of them sleeps
+            sure = "certain" if flag.lower() in ("true", "1", "yes", "on") else "probable"
+            return Verdict("openmp_masked", sure, [(f"mapped: {', '.join(runtimes)}", "evidence.json"), (f"KMP_DUPLICATE_LIB_OK={flag}", "evidence.json")])
         return Verdict("ok", "certain", [("the end event says done", "events.jsonl")] + [("exit code 0", "evidence.json")] * (f.code == 0))
     return Verdict("incomplete", "certain" if f.attempt.get("run") else "probable",
                    [("exit code 0", "evidence.json"), (f"the end event says {f.end['error']}" if f.end.get("error") else "no end event", "events.jsonl")])
@@ -559,6 +560,8 @@ def rule_native(f):
             return Verdict("unknown", "unknown", facts, "native code divided by zero, or the like (SIGFPE); no known cause")
         if len(frames) >= 50 and len(set(frames)) <= len(frames) / 5:
             return Verdict("stack_overflow", sure, facts + [(f"{len(frames)} frames, {len(set(frames))} different ones", "crash/faulthandler.log")])
+        if f.fault and not said:                             # faulthandler was on, and had no stack to write from
+            sure, facts = "probable", facts + [("faulthandler was on and wrote nothing: a stack that overflows in a thread looks like that", "crash/faulthandler.log")]
         place = f" in {frames[0]}" if frames else ""
         return Verdict("segfault", sure, facts, f"native code touched memory that is not its own{place}" + (f", phase {f.beat['phase']}" if f.beat else ""))
     if f.signal == "SIGXFSZ":
@@ -719,8 +722,7 @@ def post_mortem(folder):
     warnings = []
     if v.key not in ("openmp_masked", "openmp_duplicate") and len(f.attempt.get("openmp", [])) > 1:
         warnings.append(f"openmp_masked: two OpenMP runtimes were in the process ({', '.join(f.attempt['openmp'])}); that alone can crash it")
-    died = {"step": "search worker died"}
-    warnings += [e["what"] for e in f.events if e["event"] == "guard" and died["step"] in e.get("what", "")][-1:]
+    warnings += [e["what"] for e in f.events if e["event"] == "guard" and "search worker died" in e.get("what", "")][-1:]
     return {"verdict": v.key, "confidence": v.confidence, "what": v.detail or headline,
             "evidence": [{"fact": fact, "file": f.parent_file if file == "evidence.json" else file} for fact, file in v.evidence],
             "excluded": list_excluded(f, v.key) if v.key not in ("ok", "openmp_masked") else [], "fix": fix,
@@ -769,14 +771,14 @@ class Evidence:
             self.log.write(re.sub(rb"\r[^\r\n]*(?=\r[^\n])", b"", chunk))
 
     def settle(self, folder):
-        """Move to the run's folder."""
+        """Move to the run's folder; tried once, for a full one takes the folder and not the files."""
+        self.data["run"] = str(folder)
         try:
             taken = [int(p.name[8:]) for p in (folder / "crash").glob("attempt-*") if p.name[8:].isdigit()]
             place = folder / "crash" / f"attempt-{max(taken, default=0) + 1:03d}"
             place.mkdir(parents=True)
             log = open(place / "stderr", "ab", buffering=0)
             log.write((self.place / "stderr").read_bytes())
-            self.data["run"] = str(folder)
             write_reserved(place / "evidence.json", self.data, self.RESERVED)
         except OSError:
             return                                           # no room there: it stays where it is
@@ -804,7 +806,7 @@ class Evidence:
         d["listed"] = time.time() if files else d.get("listed", 0)
         d["openmp"] = sorted({*d["openmp"], *(p for p in files if is_llvm_openmp(p))})
         d["inputs"] = sizes_of(p for p in files if re.search(r"\.np[zy]$", p) and not (d["run"] and p.startswith(d["run"]))) | d["inputs"]
-        if not self.settled and (folder := read(self.temporary / "run")):
+        if not d["run"] and (folder := read(self.temporary / "run")):
             self.settle(Path(folder))
         elif (len(d["openmp"]), len(d["inputs"]), d["limits"]) != before:
             self.save()
@@ -898,7 +900,8 @@ class Child:
         self.pid = evidence.data["pid"] = self.process.pid
         self.moved, self.place_seen, self.sampled, self.born = time.monotonic(), None, 0.0, time.monotonic()
         for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(s, self.on_signal)
+            if (s, signal.getsignal(s)) != (signal.SIGHUP, signal.SIG_IGN):              # under nohup it outlives the terminal
+                signal.signal(s, self.on_signal)
         signal.signal(signal.SIGTSTP, self.on_pause)
         signal.signal(signal.SIGWINCH, lambda *_: copy_window_size(self.fd) if self.fd is not None and os.isatty(self.fd) else None)
 
@@ -908,9 +911,10 @@ class Child:
         self.pending.append((signum, time.monotonic(), self.evidence.heard.count(f"train: {name}: finishing".encode())))
 
     def on_pause(self, _signum, _frame):
-        os.killpg(self.pid, signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        os.killpg(self.pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.killpg(self.pid, signal.SIGCONT)
 
     def pass_signals(self):
         """Send on what reached only us. A signal to all processes of a job has reached the trainer too, which says so; twice would end it unsaved."""
@@ -1010,7 +1014,8 @@ def planned_folder(command):
     """Where the trainer would have put a run that it refused to begin: --out, or the next free number after a finished one."""
     out = "runs/twotower_v4"
     for a, b in zip(command, command[1:] + [""]):
-        out = b if a in ("--out", "--resume") and b and Path(b).suffix != ".pt" else a.partition("=")[2] if a.startswith(("--out=", "--resume=")) else out
+        if re.match(r"--(out|resume)\b", a) and not (value := a.partition("=")[2] or b).endswith(".pt"):
+            out = value or out
     n = 1
     while Path(f"{out}_{n + 1}").exists():
         n += 1
@@ -1021,7 +1026,7 @@ def planned_folder(command):
 
 def supervise(command, hang_seconds):
     """Run the command until it is done, or can't go on. The exit code is the command's."""
-    most, resumed_at = int(os.environ.get("MAX_RESTARTS") or 3), []
+    most, resumed_at = int(os.environ["MAX_RESTARTS"]) if os.environ.get("MAX_RESTARTS", "").isdigit() else 3, []
     while True:
         evidence = Evidence(command)
         try:
@@ -1032,8 +1037,7 @@ def supervise(command, hang_seconds):
             return 2
         status, usage = child.wait()
         code = 128 - status if status < 0 else status
-        if not evidence.settled and status and not evidence.data["asks_only"]:
-            evidence.data["run"] = ""
+        if not evidence.data["run"] and status and not evidence.data["asks_only"]:
             evidence.finish(status, usage)
             if post_mortem(evidence.place)["verdict"] == "python_error" and status == 2:
                 shutil.rmtree(evidence.temporary, ignore_errors=True)            # a flag mistyped: the trainer has said it, there was no run
@@ -1049,7 +1053,7 @@ def supervise(command, hang_seconds):
         saved = -1 if report["saved_step"] is None else report["saved_step"]
         why_not = ("going on can't help before that is mended" if not report["resuming_can_help"] else
                    "it was asked to stop" if evidence.data["signals"] else
-                   f"{most} times were tried" if len(resumed_at) >= most else
+                   f"MAX_RESTARTS is {most}" if len(resumed_at) >= most else
                    f"the last start made no progress, nothing was saved after step {max(0, saved)}" if resumed_at and saved <= resumed_at[-1] else "")
         text = tell(report)
         if why_not and report["resuming_can_help"]:
@@ -1103,7 +1107,8 @@ def bundle(folder):
     """One archive of text: what the run wrote, its verdict, the machine. No vectors, no weights, no home paths."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise SystemExit(f"check: {folder}: no such run folder")
+        print(f"check: {folder}: no such run folder", file=sys.stderr)
+        return 2
     name = f"{folder.resolve().name}_report"
     texts = {"post-mortem.json": json.dumps(post_mortem(folder), indent=1), "environment.txt": describe_machine()}
     for p in sorted([*folder.glob("*.yaml"), *folder.glob("*.jsonl"), *folder.glob("history.json"), *(folder / "crash").rglob("*")]):
@@ -1116,6 +1121,7 @@ def bundle(folder):
             info.size, info.mtime = len(data), int(time.time())
             tar.addfile(info, io.BytesIO(data))
     print(f"{name}.tar.gz: {len(texts)} text files; look through it before you send it")
+    return 0
 
 
 # -----------------------------------------------------------------------------
@@ -1338,7 +1344,8 @@ def main(argv=None):
     what.add_argument("--supervise", action="store_true", help="run the COMMAND after --")
     what.add_argument("--stage", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="with --post-mortem: for programs")
-    parser.add_argument("--hang-seconds", type=float, default=600, help="with --supervise: without a heartbeat for so long it hangs [%(default)s]")
+    parser.add_argument("--hang-seconds", type=float, default=float(os.environ.get("HANG_SECONDS") or 600),
+                        help="with --supervise: without a heartbeat for so long it hangs; HANG_SECONDS in the environment [%(default)s]")
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="with --supervise, after --")
     args = parser.parse_args(argv)
     if args.command and not args.supervise:
@@ -1355,11 +1362,12 @@ def main(argv=None):
     elif args.env:
         print(describe_machine())
     elif args.bundle:
-        bundle(args.bundle)
+        return bundle(args.bundle)
     else:
         return reproduce()
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL if "--supervise" not in sys.argv else signal.SIG_IGN)       # | head ends it quietly
     sys.exit(main())

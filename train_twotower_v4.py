@@ -811,7 +811,8 @@ class Run:
                 (folder / sub).mkdir(parents=True, exist_ok=True)
             self.files.append(lock_folder(folder))
             if evidence := os.environ.get("TWOTOWER_EVIDENCE"):          # the supervisor asks which folder this run has
-                Path(evidence, "run").write_text(str(folder.resolve()))
+                with contextlib.suppress(OSError):
+                    Path(evidence, "run").write_text(str(folder.resolve()))
             for left in folder.glob("search.*"):             # by a search that was killed
                 shutil.rmtree(left)
             self.events = self.open(folder / "events.jsonl", os.O_APPEND)
