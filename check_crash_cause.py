@@ -1130,7 +1130,7 @@ def bundle(folder):
 def small_tower():
     import train_twotower_v4 as t
     cfg = dataclasses.replace(t.Config(), hidden_dim=32)
-    return t, cfg, t.QueryTower(64, cfg)
+    return t, cfg, t.QueryTower(64, 20, cfg)
 
 
 def train_tower(iterations, accumulate=1, between=None):
@@ -1183,11 +1183,7 @@ def search_apart():
         np.savez(path, vectors=np.random.default_rng(0).standard_normal((5000, 64)).astype(np.float32))
         bank, run = t.Bank(path), t.Run(None, cfg, "cpu")
         run.folder = folder
-
-        def write(out):
-            out[:] = bank.documents(slice(0, 200))
-            return out
-        ids, backend = t.search_bank(write, 200, 5, bank, cfg, run)
+        ids, backend = t.search_bank([bank.documents(slice(0, 200))], 200, 5, bank, cfg, run)
         assert backend == "faiss" and (ids[:, 0] == np.arange(200)).all(), f"the search worker failed ({backend})"
 
 

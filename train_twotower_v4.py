@@ -485,7 +485,7 @@ def end_without_torch():
         sys.exit(2)
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")      # OpenMP threads that spin on a busy machine made steps ten times slower
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")          # idle threads that spin for long made steps ten times slower on a busy machine
     end_without_torch()
 
 # -----------------------------------------------------------------------------

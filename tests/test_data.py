@@ -3,7 +3,6 @@ import io
 import os
 import subprocess
 import sys
-import time
 import zipfile
 
 import numpy as np
@@ -52,7 +51,12 @@ def test_zip_bomb_is_refused_before_it_is_unpacked(tmp_path):
     assert os.listdir(tmp_path) == ["bomb.npz"]
 
 
-def test_large_pairs_file_opens_in_under_a_second_and_no_private_memory(tmp_path):
+def mapped_mb():
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith("RssFile")) / 1024
+
+
+def test_large_pairs_file_opens_without_being_read_or_copied(tmp_path):
     path, D = tmp_path / "pairs.npz", 768
     bank = vectors(64, D)
     np.savez(tmp_path / "bank.npz", vectors=bank)
@@ -67,10 +71,10 @@ def test_large_pairs_file_opens_in_under_a_second_and_no_private_memory(tmp_path
             for _ in range(100):
                 f.write(block)
     assert os.path.getsize(path) > 3e9
-    before, started = T.private_mb(), time.time()
+    private, mapped = T.private_mb(), mapped_mb()
     arrays, _ = T.open_npz(path)
     split = T.Split(path, "train", arrays, T.Bank(tmp_path / "bank.npz"))
-    assert time.time() - started < 1 and T.private_mb() - before < 64
+    assert T.private_mb() - private < 64 and mapped_mb() - mapped < 300, "of 3.1 GB, only a sample is looked at"
     np.testing.assert_array_equal(split[[9_999]][0, 0], bank[0])
     assert split.rows[70] == 6
 
