@@ -57,7 +57,6 @@ def mendable(what, advice, *errors):
     except errors as e:
         raise UserError(f"{getattr(e, 'filename', None) or what}: {getattr(e, 'strerror', None) or e}; {advice}") from None
 
-
 # -----------------------------------------------------------------------------
 # config: one frozen dataclass is the defaults, the flags and the help
 
@@ -116,7 +115,7 @@ class Config:
 FIELDS = dataclasses.fields(Config)
 # what may differ between two starts without making it another run (the data files are compared by content)
 NOT_IDENTITY = {"out", "log_dir", "resume", "dry_run", "ckpt_seconds", "workers", "threads", "search", "max_bad_steps", "pairs", "bank"}
-MODEL_FLAGS = ("cell", "hidden_dim", "num_layers", "pool", "residual")
+STATE_FLAGS = ("cell", "hidden_dim", "num_layers", "pool", "residual", "memory_bank_size")    # a checkpoint fits only these
 
 def option(name):
     return "--" + name.replace("_", "-")
@@ -200,7 +199,6 @@ def learning_rate(cfg, update, total):
     done = min(1.0, (update - warmup) / max(1, total - 1 - warmup))
     return cfg.lr_min + (cfg.lr - cfg.lr_min) * 0.5 * (1 + float(np.cos(np.pi * done)))
 
-
 # -----------------------------------------------------------------------------
 # disk: the only code that replaces files; a reader sees the old file or the new one, never half of one
 
@@ -241,7 +239,6 @@ def write_config(path, values):
 def read_config(path):
     with mendable(path, "expected a run folder's lines of `key: json`", OSError, ValueError):
         return {k: json.loads(v) for k, _, v in (line.partition(": ") for line in Path(path).read_text().splitlines())}
-
 
 # -----------------------------------------------------------------------------
 # data: NPZ files mapped in place, pairs in two forms, and the bank with its groups of equal rows
@@ -441,7 +438,6 @@ def open_data(cfg, cache=None):
     arrays, path = open_npz(cfg.pairs, cache)
     return Split(path, "train", arrays, bank), Split(path, "val", arrays, bank)
 
-
 # -----------------------------------------------------------------------------
 # search worker: this file in another process, with FAISS and without torch; one job, then it exits
 
@@ -558,7 +554,6 @@ class QueryTower(nn.Module):
             q = q + weighted_context(x, valid, self.weights * self.log_factors.exp()) @ self.turn
         return F.normalize(q, dim=-1)
 
-
 # -----------------------------------------------------------------------------
 # memory bank: the last positives as extra negatives, and the pairs they came from
 
@@ -588,7 +583,6 @@ class MemoryBank(nn.Module):
         vectors, pairs = self.filled()
         for a, b in spans(len(pairs), CHUNK):
             vectors[a:b] = torch.from_numpy(split.positives(pairs[a:b]))
-
 
 # -----------------------------------------------------------------------------
 # loss: InfoNCE over one set of negatives that all micro-batches of a step share
@@ -634,7 +628,6 @@ def info_nce(q, d, negatives, forbidden, cfg, counts):
     positive = (q * d).sum(1, keepdim=True) - cfg.margin                  # (B, 1)
     logits = torch.cat([positive, scores.masked_fill(masked, float("-inf"))], 1) / cfg.tau             # (B, 1 + N)
     return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device), reduction="sum")
-
 
 # -----------------------------------------------------------------------------
 # mining: hard negatives for each pair, found at the start of an epoch
@@ -717,7 +710,6 @@ def mine_negatives(tower, train, rule, epoch, cfg, run):
     run.event("mine", filled=filled, passed=let_through / N, seconds=seconds, backend=backend)
     return mined
 
-
 # -----------------------------------------------------------------------------
 # evaluation: ranks by counting over the whole bank, for the tower and the trivial baselines alike
 
@@ -781,7 +773,6 @@ def eval_line(epoch, r):
     return (f"eval epoch {epoch:<5} | r@10 {100 * r['recall@10']:.1f} | r@500 {100 * r['recall@500']:.1f} | mrr {r['mrr']:.4f} | best baseline "
             f"{r['metric'].replace('recall', 'r')} {scale * r['baselines'][r['best_baseline']][r['metric']]:{unit}} ({r['best_baseline']}) | "
             f"{scale * r['difference']:+{unit}} [{low:+{unit}}, {high:+{unit}}]{'' if r['above_baseline'] else ' | not above the baseline yet'}")
-
 
 # -----------------------------------------------------------------------------
 # guards and heartbeat: the run's folder, its lock, what it says and records, and how it is stopped
@@ -907,7 +898,6 @@ def find_bad_rows(train, window, negatives):
         bad += [f"vectors[{row}]" for row in negatives.groups[name][~negatives.blocks[name].isfinite().all(1).cpu().numpy()]]
     return bad
 
-
 # -----------------------------------------------------------------------------
 # checkpoint: all that the next step depends on, in one file with its SHA-256
 
@@ -945,7 +935,6 @@ def read_checkpoint(path, say):
                 return torch.load(io.BytesIO(data), weights_only=True)
             say(f"resume | {candidate} is damaged (its SHA-256 does not match); trying the generation before it")
     raise UserError(f"{path}: no whole checkpoint is left; start again with another --out")
-
 
 # -----------------------------------------------------------------------------
 # train: the step, the epoch, the run
@@ -1111,18 +1100,14 @@ class Trainer:
 
     def restore(self, state):
         stored = json.loads(state["config"])
-        for name in MODEL_FLAGS:
+        for name in STATE_FLAGS:
             mine = getattr(self.cfg, name)
             require(stored[name] == mine, f"{option(name)} {mine}: the checkpoint has {stored[name]}; leave the flag out to resume")
         self.tower.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if len(state["memory"]["pairs"]) == len(self.memory.pairs):
-            self.memory.load_state_dict(state["memory"])
-            self.memory.refill(self.train)
-        else:
-            self.run.say("resume | --memory-bank-size is another one: the memory bank starts empty")
+        self.memory.load_state_dict(state["memory"])
+        self.memory.refill(self.train)
         vars(self.progress).update(state["progress"])
-
 
 # -----------------------------------------------------------------------------
 # main: which folder, the plan, and how a run ends

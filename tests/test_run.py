@@ -1,5 +1,4 @@
 """Whole runs of the real trainer: stopped, killed, resumed, on a full disk, twice at once; each against a run left alone."""
-import contextlib
 import json
 import os
 import shutil
@@ -49,47 +48,39 @@ def whole(lab):
     return weights(lab, "whole")
 
 
-@pytest.mark.parametrize("sig, steps", [(signal.SIGINT, 4), (signal.SIGTERM, 13), (signal.SIGTERM, 24)])
-def test_resumed_run_equals_uninterrupted_run_bit_for_bit(lab, whole, sig, steps):
-    """4: in the first epoch; 13: in one with mined negatives; 24: in the last, with a memory bank that has gone round."""
-    out = f"stopped_{sig}_{steps}"
-    process = start_and_wait(lab, steps, "--out", out, *LONG)
-    process.send_signal(sig)
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + sig, stderr
-    assert f"stopped by {sig.name} at step" in stdout and f"saved; go on with: python train_twotower_v4.py --resume {out}" in stdout
+def at(lab, phase, step, code):
+    """The environment in which the trainer runs this code when it reaches that phase of that step."""
+    path = lab.folder / f"fault_{phase}_{step}.py"
+    path.write_text("import os, signal\n" + code)
+    return os.environ | {"TWOTOWER_FAULT": f"{phase}:{step}:{path}"}
+
+
+@pytest.mark.parametrize("sig, phase, step", [(signal.SIGINT, "forward", 4), (signal.SIGTERM, "backward", 13), (signal.SIGTERM, "forward", 24),
+                                              (signal.SIGTERM, "evaluate", 10), (signal.SIGHUP, "search", 10), (signal.SIGTERM, "mine", 20),
+                                              (signal.SIGINT, "evaluate", 30)])
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(lab, whole, sig, phase, step):
+    """A real signal in the first epoch, in one with mined negatives, with a memory bank that has gone round, and between steps."""
+    out = f"stopped_{sig}_{phase}_{step}"
+    done = lab.train("--out", out, *LONG, env=at(lab, phase, step, f"run.signum or os.kill(os.getpid(), {int(sig)})"))
+    assert done.returncode == 128 + sig, done.stderr
+    reached = step + (phase in ("forward", "backward"))                   # a step under way is finished
+    assert f"stopped by {sig.name} at step {reached}; saved; go on with: python train_twotower_v4.py --resume {out}" in done.stdout
     last = lab.events(out)[-1]
     assert (last["event"], last["status"], last["signal"]) == ("end", "interrupted", sig.name)
     done = lab.train("--resume", out)
     assert done.returncode == 0, done.stderr
     assert_same_bits(weights(lab, out), whole)
     mine, reference = (json.loads((lab.folder / x / "history.json").read_text()) for x in (out, "whole"))
-    assert mine == reference
+    assert mine == reference, "no evaluation may be lost"
 
 
 def test_killed_run_goes_on_by_the_same_command_to_the_same_bits(lab, whole):
-    process = start_and_wait(lab, 14, "--out", "killed", *LONG)
-    process.kill()
-    process.communicate()
+    killed = lab.train("--out", "killed", *LONG, env=at(lab, "backward", 14, "os.kill(os.getpid(), signal.SIGKILL)"))
+    assert killed.returncode == -signal.SIGKILL
     done = lab.train("--out", "killed", *LONG)
     assert done.returncode == 0 and "is unfinished; going on with it" in done.stdout, done.stderr
     assert_same_bits(weights(lab, "killed"), whole)
-    steps = [e["step"] for e in lab.events("killed", "step")]
-    assert steps[-1] == 30 and len(steps) < 32, "at most the step under way is done again"
-
-
-def test_stop_during_evaluation_or_mining_resumes_to_the_same_bits(lab, whole):
-    """The signal comes while no step is under way: right after the last step of an epoch."""
-    for steps in (10, 30):
-        out = f"between_{steps}"
-        process = start_and_wait(lab, steps, "--out", out, *LONG)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-        assert process.returncode == 143
-        done = lab.train("--resume", out)
-        assert done.returncode == 0, done.stderr
-        assert_same_bits(weights(lab, out), whole)
-        assert len(json.loads((lab.folder / out / "history.json").read_text())) == 3, "no evaluation may be lost"
+    assert [e["step"] for e in lab.events("killed", "step")] == list(range(1, 31)), "only the step under way is done again"
 
 
 def test_loader_workers_give_the_same_bits(lab, whole):
@@ -118,9 +109,7 @@ def test_same_command_begins_a_new_folder_after_a_finished_run_and_overwrites_no
 
 
 def test_unfinished_run_with_other_settings_is_left_alone(lab):
-    process = start_and_wait(lab, 2, "--out", "other", *LONG)
-    process.kill()
-    process.communicate()
+    lab.train("--out", "other", *LONG, env=at(lab, "forward", 2, "os.kill(os.getpid(), signal.SIGKILL)"))
     kept = (lab.folder / "other" / "checkpoints" / "last.pt").read_bytes()
     done = lab.train("--out", "other", "--lr", "0.002", "--max-steps", "2")
     assert done.returncode == 0 and "lr 0.001 -> 0.002" in done.stdout and "other_2" in done.stdout
@@ -128,17 +117,15 @@ def test_unfinished_run_with_other_settings_is_left_alone(lab):
 
 
 def test_second_process_in_a_folder_is_refused_by_name_of_the_first(lab):
-    process = start_and_wait(lab, 1, "--out", "locked", *LONG)
-    second = lab.train("--out", "locked", *LONG)
+    process = start_and_wait(lab, 1, "--out", "locked", *LONG, "--epochs", "500")
+    second = lab.train("--out", "locked", *LONG, "--epochs", "500")
     process.kill()
     process.communicate()
     assert second.returncode == 2 and f"process {process.pid} is training in it" in second.stderr and len(second.stderr.splitlines()) == 1
 
 
 def test_damaged_checkpoint_is_named_and_the_one_before_it_used(lab, whole):
-    process = start_and_wait(lab, 12, "--out", "damaged", *LONG)
-    process.kill()
-    process.communicate()
+    lab.train("--out", "damaged", *LONG, env=at(lab, "forward", 12, "os.kill(os.getpid(), signal.SIGKILL)"))
     last = lab.folder / "damaged" / "checkpoints" / "last.pt"
     content = bytearray(last.read_bytes())
     content[len(content) // 2] ^= 1
@@ -181,10 +168,14 @@ def mount_tmpfs(folder, size):
         pytest.skip(f"this needs a small file system of its own, and mount said: {done.stderr.strip()}")
 
 
-def fill_disk(disk):
-    with open(disk / "filler", "wb", buffering=0) as f, contextlib.suppress(OSError):
-        while True:
-            f.write(bytes(65536))
+FILL = """
+with open({!r}, "wb", buffering=0) as f:
+    try:
+        while f.write(bytes(4096)):
+            pass
+    except OSError:
+        pass
+"""
 
 
 def test_full_disk_ends_with_exit_2_and_the_last_good_checkpoint_is_whole(lab, whole):
@@ -192,12 +183,10 @@ def test_full_disk_ends_with_exit_2_and_the_last_good_checkpoint_is_whole(lab, w
     disk = lab.folder / "small_disk"
     mount_tmpfs(disk, "4m")
     try:
-        process = start_and_wait(lab, 8, "--out", "small_disk/run", *LONG)
-        fill_disk(disk)
-        stdout, stderr = process.communicate(timeout=60)
-        assert process.returncode == 2 and "No space left on device" in stderr, (stdout, stderr)
-        assert len([x for x in stderr.splitlines() if x.startswith("train: ")]) == 1 and "make room" in stderr
-        assert stdout.count("the one before it is whole") == 3, "two more tries before it gives up"
+        done = lab.train("--out", "small_disk/run", *LONG, env=at(lab, "load", 8, FILL.format(str(disk / "filler"))))
+        assert done.returncode == 2 and "No space left on device" in done.stderr, (done.stdout, done.stderr)
+        assert len(done.stderr.splitlines()) == 1 and "make room" in done.stderr
+        assert done.stdout.count("the one before it is whole") == 3, "two more tries before it gives up"
         (disk / "filler").unlink()
         done = lab.train("--resume", "small_disk/run")
         assert done.returncode == 0, done.stderr
@@ -211,10 +200,9 @@ def test_disk_that_is_full_when_mining_begins_ends_with_exit_2_not_a_bus_error(l
     disk = lab.folder / "mining_disk"
     mount_tmpfs(disk, "4m")
     try:
-        process = start_and_wait(lab, 5, "--out", "mining_disk/run", *LONG, "--ckpt-seconds", "600")
-        fill_disk(disk)
-        stdout, stderr = process.communicate(timeout=60)
-        assert process.returncode == 2 and "No space left on device; make room" in stderr, (process.returncode, stdout, stderr)
+        full = at(lab, "load", 5, FILL.format(str(disk / "filler")))
+        done = lab.train("--out", "mining_disk/run", *LONG, "--ckpt-seconds", "600", env=full)
+        assert done.returncode == 2 and "No space left on device; make room" in done.stderr, (done.returncode, done.stdout, done.stderr)
         (disk / "filler").unlink()
         done = lab.train("--resume", "mining_disk/run")
         assert done.returncode == 0, done.stderr
