@@ -481,7 +481,7 @@ def end_without_torch():
         sys.exit(2)
 
 if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")          # idle threads that spin for long made steps ten times slower on a busy machine
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")          # libgomp: with its long spin, two trainers on two cores stand still
     end_without_torch()
 
 # -----------------------------------------------------------------------------
