@@ -99,8 +99,9 @@ class Config:
     mine_schedule: str = flag("negatives", "1-5:none;6-10:8@r10-100;11-:16@r1-200",
                               "epochs:count@window by rank (r10-100) or by cosine to the positive (0.82-0.92); 1-:none = off")
     no_mining: bool = flag("negatives", False, "mine no hard negatives, whatever the schedule says; off = mine")
-    search: str = flag("negatives", "auto", "faiss = in a worker process, torch steps in if it dies; torch = no worker; bf16 = no worker, scan in bf16 and "
-                       "score what could be best in fp32; auto = bf16 with --precision bf16, else faiss", choices=("faiss", "torch", "bf16", "auto"))
+    search: str = flag("negatives", "auto", "faiss = in a worker process, torch steps in if it dies; ivf = the same, approximate, its recall is logged; "
+                       "torch = no worker; bf16 = no worker, scan in bf16 and score what could be best in fp32; auto = bf16 with --precision bf16, else faiss",
+                       choices=("faiss", "ivf", "torch", "bf16", "auto"))
 
     device: str = flag("machine", "cpu", "where the tower runs; auto = the first of cuda, mps, cpu", choices=("cpu", "mps", "cuda", "auto"))
     precision: str = flag("machine", "auto", "fp32, or bf16 for the recurrence and the scores; auto = bf16 where timing shows that it pays, never on MPS",
@@ -112,6 +113,7 @@ class Config:
     log_dir: str = flag("run", "logs", "folder of the log files; none = no log file")
     resume: str = flag("run", "", "run folder or checkpoint to go on from, with its flags as defaults; empty = as --out says")
     metric: str = flag("run", "recall@500", "what the best epoch is chosen by", choices=METRICS)
+    patience: int = flag("run", 0, "evaluations in a row without a better --metric that end the run; 0 = never", 0)
     ckpt_seconds: float = flag("run", 60.0, "time between checkpoints within an epoch; 0 = after each step", 0)
     max_bad_steps: int = flag("run", 10, "steps in a row with a non-finite loss or gradient that end the run; 0 = never", 0)
     max_steps: int = flag("run", 0, "optimizer steps after which the run is done; 0 = all of the epochs", 0)
@@ -474,6 +476,22 @@ def exact_search(queries, bank, k, find, whole, tick):
         ids[a:b] = rows
     return ids
 
+def open_ivf(faiss, path, bank, tick):
+    """An inverted file of the bank in 8 bits a number, made once and then mapped."""
+    if not os.path.exists(path):
+        lists, D = max(1, int(len(bank) ** 0.5)), bank.shape[1]
+        index = faiss.IndexIVFScalarQuantizer(faiss.IndexFlatIP(D), D, lists, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
+        index.cp.min_points_per_centroid = 1
+        index.train(unit_rows(bank[::max(1, len(bank) // (64 * lists))]))
+        for a, b in spans(len(bank), CHUNK):
+            tick("search")
+            index.add(unit_rows(bank[a:b]))
+        faiss.write_index(index, path + ".tmp")
+        os.replace(path + ".tmp", path)
+    index = faiss.read_index(path, faiss.IO_FLAG_MMAP)
+    index.nprobe = 32
+    return index
+
 def run_search_job(path):
     import faiss
     job, parent = json.loads(Path(path).read_text()), os.getppid()
@@ -482,9 +500,19 @@ def run_search_job(path):
     def tick(_phase):
         if os.getppid() != parent:                           # the trainer is gone
             sys.exit(1)
-    ids = exact_search(np.load(job["queries"], mmap_mode="r"), open_npz(job["bank"])[0]["vectors"], job["k"],
-                       lambda q, piece, k: faiss.knn(q, piece, k, metric=faiss.METRIC_INNER_PRODUCT), True, tick)
-    np.save(job["ids"], ids)
+
+    def find(q, piece, k):
+        return faiss.knn(q, piece, k, metric=faiss.METRIC_INNER_PRODUCT)
+    queries, bank, k = np.load(job["queries"], mmap_mode="r"), open_npz(job["bank"])[0]["vectors"], job["k"]
+    if job["ivf"]:
+        index, k = open_ivf(faiss, job["ivf"], bank, tick), min(k, len(bank))
+        ids = np.concatenate([index.search(np.array(queries[a:b]), k)[1] for a, b in spans(len(queries), 2048) if not tick("search")])
+        sample = np.arange(0, len(queries), max(1, len(queries) // 256))
+        exact = exact_search(queries[sample], bank, k, find, True, tick)
+        np.save(job["recall"], np.mean([np.isin(a, b).mean() for a, b in zip(exact, ids[sample])]))
+    else:
+        ids = exact_search(queries, bank, k, find, True, tick)
+    np.save(job["ids"], ids.astype(np.int32))
     return 0
 
 def end_without_torch():
@@ -558,7 +586,7 @@ class BothWays(torch.autograd.Function):
     """One GRU layer on the CPU, both directions in each multiplication, weight gradients in one at the end.
 
     x (2, L, B, D) has each direction in its own time, padded (2, L, B) or None says where the state stands still; w_in (2, 3H, D) with
-    gates n r z, w_state (2, 3H, H) with gates r z n, biases alike -> states (2, L, B, H) and their sum over time (2, B, H), that in fp32 at least.
+    gates n r z, w_state (2, 3H, H) with gates r z n, biases alike -> states (2, L, B, H) and the sum (2, B, H) of those that are not padding, in fp32 at least.
     """
 
     @staticmethod
@@ -567,6 +595,7 @@ class BothWays(torch.autograd.Function):
         gates = x.new_empty(2, L, B, 4 * H)                               # n, r, z, and the state's part of n
         for k in range(2):
             torch.mm(x[k].view(L * B, D), w_in[k].T, out=gates.view(2, L * B, 4 * H)[k, :, :3 * H])
+        live = None if padded is None else (~padded)[..., None].to(x.dtype)              # (2, L, B, 1)
         if padded is not None:
             gates[..., 2 * H:3 * H][padded] = 1e4                         # z is 1 there
         b_n, b_rz, b_s = b_in[:, None, :H], (b_in[:, H:] + b_state[:, :2 * H])[:, None], b_state[:, None, 2 * H:]
@@ -578,22 +607,25 @@ class BothWays(torch.autograd.Function):
             gates[:, t, :, H:3 * H].add_(step[:, :, :2 * H]).add_(b_rz).sigmoid_()
             torch.add(step[:, :, 2 * H:], b_s, out=s)
             n.add_(b_n).addcmul_(r, s).tanh_()
-            total += torch.sub(h[:, t], n, out=h[:, t + 1]).mul_(z).add_(n)
+            torch.sub(h[:, t], n, out=h[:, t + 1]).mul_(z).add_(n)
+            total += h[:, t + 1] if live is None else h[:, t + 1] * live[:, t]
         ctx.save_for_backward(x, w_in, w_state)
-        ctx.gates, ctx.h = gates, h
+        ctx.gates, ctx.h, ctx.live = gates, h, live
         ctx.set_materialize_grads(False)
         return h[:, 1:], total
 
     @staticmethod
     def backward(ctx, d_states, d_total):
         """Each step turns its gates into their gradients, in place."""
-        (x, w_in, w_state), gates, h = ctx.saved_tensors, ctx.gates, ctx.h
+        (x, w_in, w_state), gates, h, live = ctx.saved_tensors, ctx.gates, ctx.h, ctx.live
         _, L, B, H = h[:, 1:].shape
-        each, d_bias = 0 if d_total is None else d_total.to(x.dtype), torch.zeros(2, 4 * H, dtype=h.dtype if h.dtype != torch.bfloat16 else torch.float32)
+        each, d_bias = torch.zeros_like(h[:, 0]) if d_total is None else d_total.to(x.dtype), torch.zeros(2, 4 * H, dtype=torch.promote_types(h.dtype, torch.float32))
         dh, a, b = torch.zeros_like(h[:, 0]), torch.empty_like(h[:, 0]), torch.empty_like(h[:, 0])     # (2, B, H)
         for t in range(L - 1, -1, -1):
             n, r, z, s = gates[:, t].split(H, 2)
-            dh += each if d_states is None else d_states[:, t] + each
+            dh += each if live is None else each * live[:, t]
+            if d_states is not None:
+                dh += d_states[:, t]
             torch.sub(h[:, t], n, out=a).mul_(dh).mul_(z)                 # dh (h - n) z
             dh -= torch.mul(dh, z, out=b)                                 # dh (1 - z); b is what goes straight to the state before
             torch.addcmul(a, a, z, value=-1, out=z)                       # z's gradient
@@ -641,7 +673,7 @@ class QueryTower(nn.Module):
         return torch.cat([one[:, -1], two[torch.arange(len(h), device=h.device), padding]], -1)
 
     def recur_both_ways(self, x, padding):
-        """The same by BothWays: a state stands still in padding, so it is zero before the first vector, and the last one stays."""
+        """The same by BothWays, where a state stands still in padding: at zero before the first vector, as it is after the last one."""
         L, padded, h = x.shape[1], None, None
         if padding.any():
             time = torch.arange(L)[:, None]
@@ -653,11 +685,8 @@ class QueryTower(nn.Module):
             weights = [torch.stack(w).to(dtype) for w in ([c.weight_ih_l0.roll(H, 0) for c in both], [c.weight_hh_l0 for c in both],
                                                                [c.bias_ih_l0.roll(H, 0) for c in both], [c.bias_hh_l0 for c in both])]
             h, total = BothWays.apply(torch.stack([x, x.flip(0)]), padded, *weights)
-        last = h[:, -1].to(total.dtype)                                   # (2, B, H)
-        if self.pool == "mean":
-            rest = torch.stack([torch.zeros_like(padding), padding])[:, :, None]
-            last = (total - rest * last) / (L - padding)[:, None]
-        return torch.cat([last[0], last[1]], -1)                          # (B, 2H)
+        pooled = total / (L - padding)[:, None] if self.pool == "mean" else h[:, -1].to(total.dtype)   # (2, B, H)
+        return torch.cat([pooled[0], pooled[1]], -1)                      # (B, 2H)
 
     def forward(self, x):
         x, valid = align(x)                                               # (B, L, D), (B, L)
@@ -884,10 +913,11 @@ def search_bank(blocks, n, k, bank, cfg, run):
             ids[unsure] = exact_search(queries[unsure], bank.vectors, k, find, False, run.tick)
         if backend == "torch":
             ids = exact_search(queries, bank.vectors, k, find, False, run.tick)
-        if backend != "faiss":
+        if backend in ("bf16", "torch"):
             return ids, backend
-        job = {"bank": str(bank.path.resolve()), "queries": str(folder / "queries.npy"), "ids": str(folder / "ids.npy"), "k": k,
-               "threads": torch.get_num_threads()}
+        job = {"bank": str(bank.path.resolve()), "k": k, "threads": torch.get_num_threads(),
+               "ivf": str(run.folder.resolve() / "index.ivf") if backend == "ivf" else None} | {
+                   name: str(folder / f"{name}.npy") for name in ("queries", "ids", "recall")}
         (folder / "job.json").write_text(json.dumps(job))
         with open(folder / "stderr", "w+") as errors:
             # a session of its own: Ctrl-C reaches the trainer alone, which then ends the worker
@@ -902,7 +932,8 @@ def search_bank(blocks, n, k, bank, cfg, run):
                 worker.kill()
                 worker.wait()
             if worker.returncode == 0:
-                return np.load(folder / "ids.npy"), "faiss"
+                recall = f", which found {100 * float(np.load(job['recall'])):.1f}% of the exact answer on a sample" if backend == "ivf" else ""
+                return np.load(job["ids"]), backend + recall
             errors.seek(0)
             how = signal.Signals(-worker.returncode).name if worker.returncode < 0 else f"exit code {worker.returncode}"
             why = (errors.read().strip().splitlines() or ["no message"])[-1]
@@ -919,7 +950,7 @@ def mine_negatives(tower, train, rule, epoch, cfg, run):
     for a, b in spans(N, 64):
         run.tick("mine")
         pairs, rows = np.arange(a, b), ids[a:b]                                          # (n, k)
-        allowed = ~(bank.groups[rows][:, :, None] == train.forbidden(pairs, cfg.keep_context)[:, None, :]).any(2)
+        allowed = (rows >= 0) & ~(bank.groups[rows][:, :, None] == train.forbidden(pairs, cfg.keep_context)[:, None, :]).any(2)      # -1: IVF found no more
         if rule.kind == "rank":                              # near-duplicates are looked for among twice what is needed
             place = np.cumsum(allowed, 1)
             allowed &= (place >= rule.low) & (place <= rule.high)
@@ -981,17 +1012,19 @@ def sample_validation(val, cfg):
 
 @torch.no_grad()
 def rank_baselines(val, idx, cfg, run):
-    queries = np.empty((len(BASELINES), len(idx), val.bank.vectors.shape[1]), np.float32)
+    """Ranks by name, for weighted contexts and the oracle, whose query is the answer: what it misses, nothing can find."""
+    queries = np.empty((len(BASELINES) + 1, len(idx), val.bank.vectors.shape[1]), np.float32)
     for a, b in spans(len(idx), 256):
         x, valid = align(torch.from_numpy(val[idx[a:b]]))
         for i, decay in enumerate(BASELINES.values()):
             queries[i, a:b] = weighted_context(x, valid, decay_weights(decay, x.shape[1])).numpy()
-    return dict(zip(BASELINES, count_ranks(queries, val, idx, cfg.keep_context, run)))
+        queries[-1, a:b] = val.positives(idx[a:b])
+    return dict(zip([*BASELINES, "oracle"], count_ranks(queries, val, idx, cfg.keep_context, run)))
 
 def judge(ranks, baselines, metric):
     """The tower's ranks against the best baseline's -> the fields of an eval event."""
     scores = {name: summarize(r) for name, r in baselines.items()}
-    best = max(scores, key=lambda name: scores[name][metric])
+    best = max(scores.keys() - {"oracle"}, key=lambda name: (scores[name][metric], name))
     difference = metric_values(ranks, metric) - metric_values(baselines[best], metric)
     interval = paired_interval(difference)
     return summarize(ranks) | {"baselines": scores, "best_baseline": best, "metric": metric, "difference": float(difference.mean()),
@@ -1200,6 +1233,9 @@ class Trainer:
             require(free > need, f"{run.folder}: {free:.1f} MB are free, checkpoints need about {need:.1f} MB; make room, or give another --out")
             self.save(required=True)                         # before hours are spent: the disk takes a checkpoint
         while p.epoch <= self.cfg.epochs and (p.updates < self.total or p.position):     # or: trained, and not judged yet
+            if self.cfg.patience and p.epoch - 1 - p.best_epoch >= self.cfg.patience:
+                run.say(f"stop   | {self.cfg.metric} has not risen for {self.cfg.patience} evaluations")
+                break
             self.epoch()
         self.save(required=True)
 
@@ -1415,6 +1451,7 @@ def tell_plan(trainer, gain):
     cfg, run, train, val = trainer.cfg, trainer.run, trainer.train, trainer.val
     (M, D), L, W = train.bank.vectors.shape, train.C.shape[1], min(trainer.effective, len(train))
     weights = sum(w.numel() for w in trainer.tower.parameters())
+    reach = sum(learning_rate(cfg, u, trainer.total) for u in range(trainer.total))        # Adam moves a weight by about the rate
     gain_text = f" (--precision bf16 multiplies {gain:.1f} times as fast here)" if run.precision == "fp32" and gain > 1.1 else ""
     mined = W * max((r.count for r in parse_schedule(cfg.mine_schedule, cfg.epochs) if r.first <= cfg.epochs), default=0) * (not cfg.no_mining)
     columns = W + cfg.memory_bank_size + cfg.bank_negatives + mined
@@ -1426,7 +1463,10 @@ def tell_plan(trainer, gain):
     run.say(f"tower  | {cfg.cell}, {cfg.num_layers} x {cfg.hidden_dim} each way, pool {cfg.pool}, residual {cfg.residual} | {weights:,} parameters | "
             f"{run.device}, {run.precision}, {torch.get_num_threads()} threads{gain_text}")
     run.say(f"plan   | {cfg.bs} x {cfg.accum} = {trainer.effective} pairs a step | {trainer.total:,} updates, {trainer.steps_per_epoch:,} an epoch | "
-            f"learning rates sum to {sum(learning_rate(cfg, u, trainer.total) for u in range(trainer.total)):.3g}")
+            f"learning rates sum to {reach:.3g}")
+    if reach < (need := (3 if cfg.residual == "none" else 0.3) / cfg.hidden_dim ** 0.5):
+        run.say(f"plan   | warning: no weight can move farther than that, and this tower needs about {need:.2g}: it will stay near where it starts; "
+                "give more --epochs, a higher --lr, or fewer pairs a step")
     run.say(f"plan   | negatives a query up to {W - 1:,} window + {cfg.memory_bank_size:,} memory + {cfg.bank_negatives:,} bank + {mined:,} mined | "
             f"memory about {memory:.1f} GB private | disk about {trainer.disk_bytes() / 1e9:.2f} GB")
     if shared := int(np.isin(val.groups, train.groups[train.rows >= 0]).sum()):

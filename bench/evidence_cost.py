@@ -58,7 +58,7 @@ def main():
         times = {True: [], False: []}
         for i in range(2 * args.steps + 4):
             on = i % 2 == 0
-            batches = t.load_batches(train, [window[a:b] for a, b in t.spans(len(window), cfg.bs)], 0)
+            batches = t.load_batches(train, [window[a:b] for a, b in t.spans(len(window), trainer.micro)], 0)
             run.beat, run.event = (beat, event) if on else (lambda phase: None, lambda name, **fields: None)
             started = time.thread_time()
             trainer.step(window, batches)
