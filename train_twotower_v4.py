@@ -444,6 +444,14 @@ class Split:
             return own
         return np.concatenate([own, np.where(self.C[idx] < 0, -1, self.bank.groups[self.C[idx]])], 1)
 
+    def seen_groups(self):
+        """(M,) which groups of the bank are a target here, or stand in a context where that is known."""
+        seen = np.zeros(len(self.bank.groups), bool)
+        seen[self.groups[self.rows >= 0]] = True
+        for a, b in spans(len(self.C) if self.indexed else 0, CHUNK):
+            seen[self.bank.groups[self.C[a:b][self.C[a:b] >= 0]]] = True
+        return seen
+
 def open_contexts(path, bank_path, name):
     """A Split that can only read contexts, for a loader process: the trainer has checked the files."""
     split, bank = object.__new__(Split), object.__new__(Bank)
@@ -1469,8 +1477,9 @@ def tell_plan(trainer, gain):
                 "give more --epochs, a higher --lr, or fewer pairs a step")
     run.say(f"plan   | negatives a query up to {W - 1:,} window + {cfg.memory_bank_size:,} memory + {cfg.bank_negatives:,} bank + {mined:,} mined | "
             f"memory about {memory:.1f} GB private | disk about {trainer.disk_bytes() / 1e9:.2f} GB")
-    if shared := int(np.isin(val.groups, train.groups[train.rows >= 0]).sum()):
-        run.say(f"data   | warning: {shared:,} of {len(val):,} validation targets are training targets too; the result flatters the tower")
+    if shared := int(train.seen_groups()[val.groups[val.rows >= 0]].sum()):
+        run.say(f"data   | warning: {shared:,} of {len(val):,} validation targets stand in training pairs too; the result flatters the tower, "
+                "split by document")
 
 def dry_run(cfg, device, gain):
     """Check, plan, and time three steps of a tower that is thrown away."""
