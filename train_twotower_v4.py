@@ -204,10 +204,11 @@ def precision_rules(precision, device, gain):
     return precision if precision != "auto" else "bf16" if gain >= 1.5 and device != "mps" else "fp32"
 
 def micro_batch(cfg, W, L, D, device, precision):
-    """Pairs encoded at a time in a window of W: --bs, or on the CPU even parts of the window whose states fit 250 MB."""
+    """Pairs encoded at a time in a window of W: --bs, or on the CPU even parts of the window whose states and scores fit 400 MB."""
     if device != "cpu":
         return cfg.bs
-    fit = max(1, 250_000_000 // ((2 if precision == "bf16" else 4) * L * (2 * D + 10 * cfg.hidden_dim * cfg.num_layers)))
+    states = (2 if precision == "bf16" else 4) * L * (2 * D + 10 * cfg.hidden_dim * cfg.num_layers)
+    fit = max(1, 400_000_000 // (states + 16 * (W + cfg.memory_bank_size + cfg.bank_negatives)))
     return -(-W // -(-W // fit))
 
 def learning_rate(cfg, update, total):
@@ -547,11 +548,27 @@ from torch import nn  # noqa: E402
 BASELINES = {"last": 0.0, "exp 0.3": 0.3, "exp 0.5": 0.5, "exp 0.7": 0.7, "exp 0.9": 0.9, "mean": 1.0}
 
 def keep_freed_memory():
-    """glibc returns each large buffer to the kernel and gets it back page by page, an eighth of a step; let it keep them."""
+    """glibc gives a large freed buffer back to the kernel, and the next one comes page by page, a tenth of a step; let it keep all it can."""
     with contextlib.suppress(OSError, AttributeError):       # not glibc
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-4, 0)                                  # M_MMAP_MAX
+        libc.mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD, at its highest
         libc.mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
+
+class Buffers:
+    """The larger ones, kept by us and used again."""
+    free = []
+
+    @classmethod
+    def take(cls, shape, like):
+        n = int(np.prod(shape))
+        for i, b in enumerate(cls.free):
+            if b.dtype == like.dtype and n <= b.numel() <= 2 * n:
+                return cls.free.pop(i)[:n].view(shape)
+        return like.new_empty(shape)
+
+    @classmethod
+    def give(cls, *buffers):
+        cls.free = (cls.free + [b.view(-1) for b in buffers])[-6:]
 
 def time_bf16(device):
     """How many times as fast as in fp32 a multiplication is in bf16 here."""
@@ -600,14 +617,14 @@ class BothWays(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, padded, w_in, w_state, b_in, b_state):
         (_, L, B, D), H = x.shape, w_state.shape[2]
-        gates = x.new_empty(2, L, B, 4 * H)                               # n, r, z, and the state's part of n
+        gates = Buffers.take((2, L, B, 4 * H), x)                         # n, r, z, and the state's part of n
         for k in range(2):
             torch.mm(x[k].view(L * B, D), w_in[k].T, out=gates.view(2, L * B, 4 * H)[k, :, :3 * H])
         live = None if padded is None else (~padded)[..., None].to(x.dtype)              # (2, L, B, 1)
         if padded is not None:
             gates[..., 2 * H:3 * H][padded] = 1e4                         # z is 1 there
         b_n, b_rz, b_s = b_in[:, None, :H], (b_in[:, H:] + b_state[:, :2 * H])[:, None], b_state[:, None, 2 * H:]
-        h, total, step = x.new_empty(2, L + 1, B, H), x.new_zeros(2, B, H, dtype=torch.promote_types(x.dtype, torch.float32)), x.new_empty(2, B, 3 * H)
+        h, total, step = Buffers.take((2, L + 1, B, H), x), x.new_zeros(2, B, H, dtype=torch.promote_types(x.dtype, torch.float32)), x.new_empty(2, B, 3 * H)
         h[:, 0] = 0
         for t in range(L):
             n, r, z, s = gates[:, t].split(H, 2)                          # (2, B, H) each
@@ -617,6 +634,8 @@ class BothWays(torch.autograd.Function):
             n.add_(b_n).addcmul_(r, s).tanh_()
             torch.sub(h[:, t], n, out=h[:, t + 1]).mul_(z).add_(n)
             total += h[:, t + 1] if live is None else h[:, t + 1] * live[:, t]
+        if not any(ctx.needs_input_grad):
+            Buffers.give(gates)
         ctx.save_for_backward(x, w_in, w_state)
         ctx.gates, ctx.h, ctx.live = gates, h, live
         ctx.set_materialize_grads(False)
@@ -647,6 +666,7 @@ class BothWays(torch.autograd.Function):
         d_in = torch.stack([flat[k, :, :3 * H].T @ x[k].view(L * B, -1) for k in range(2)])
         d_state = torch.stack([flat[k, :, H:].T @ h[k, :-1].view(L * B, H) for k in range(2)])
         d_x = torch.bmm(flat[:, :, :3 * H], w_in).view_as(x) if ctx.needs_input_grad[0] else None      # a lower layer's states
+        Buffers.give(gates, h)                                            # whoever used the states has had its gradient before
         return d_x, None, d_in, d_state, d_bias[:, :3 * H], d_bias[:, H:]
 
 class QueryTower(nn.Module):
