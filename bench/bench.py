@@ -44,6 +44,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import check_crash_cause as check  # noqa: E402
 
 OURS = {"GOMP_SPINCOUNT": "20000", "KMP_DUPLICATE_LIB_OK": "TRUE"}          # what the launchers set besides threads
+WINDOW = 512                                                 # pairs of an optimizer step: 32 x 16, 8 x 64
 FULL = {"L": 100, "D": 768, "H": 512, "memory": 50_000, "step_pairs": 2_048, "step_bank": 60_000, "mm": 4_096, "turns": 5, "steps": 2,
         "pairs": 35_901, "val": 2_000, "bank": 771_115, "start_turns": 3, "search_turns": 3, "mine_queries": 2_048, "eval_queries": 2_000,
         "old_eval_queries": 64, "overlap_queries": 256, "evidence_steps": 60, "saves": 7, "grow_turns": 3, "grow_pairs": 4_096, "grow_bank": 100_000,
@@ -52,6 +53,14 @@ QUICK = FULL | {"L": 12, "D": 64, "H": 32, "memory": 2_000, "step_pairs": 600, "
                 "pairs": 1_500, "val": 300, "bank": 20_000, "start_turns": 1, "search_turns": 2, "mine_queries": 256, "eval_queries": 300,
                 "overlap_queries": 64, "evidence_steps": 2, "saves": 2, "grow_turns": 2, "grow_pairs": 512, "grow_bank": 5_000, "grow_D": 32,
                 "grow_queries": 64, "seeds": 1}
+
+
+class Skipped(Exception):
+    """Why a section has no figures here."""
+
+
+def say(line):
+    print(f"bench: {line}", file=sys.stderr, flush=True)
 
 
 # -----------------------------------------------------------------------------
@@ -140,10 +149,6 @@ class Watch:
 # -----------------------------------------------------------------------------
 # data: topics and noise, in sequences; contexts and targets are rows of the bank, stored as copies of them
 
-def data_paths(folder, N, val, L, D, M):
-    return {"pairs": str(folder / f"pairs_{N}_{val}x{L}x{D}_of_{M}.npz"), "bank": str(folder / f"bank_{M}x{D}.npz")}
-
-
 def write_stream(path, arrays):
     """An uncompressed NPZ of arrays that are given as shape and blocks, none of them whole in memory."""
     import train_twotower_v4 as t
@@ -183,7 +188,7 @@ def make_data(pairs, bank, N, val, L, D, M):
 def prepare(args, N, val, L, D, M):
     """The files of such sizes, made once -> their paths, or a reason why there are none."""
     args.data.mkdir(parents=True, exist_ok=True)
-    paths = data_paths(args.data, N, val, L, D, M)
+    paths = {"pairs": str(args.data / f"pairs_{N}_{val}x{L}x{D}_of_{M}.npz"), "bank": str(args.data / f"bank_{M}x{D}.npz")}
     if not all(Path(p).exists() for p in paths.values()):
         need, free = 4 * D * (M + (N + val) * (L + 1)), shutil.disk_usage(args.data).free
         if need > free - 2 ** 30:
@@ -291,11 +296,11 @@ def operations(L, D, H, columns):
 
 
 def bench_step(args, s, table):
-    data, window = prepare_step(args, s), 32 * 16
+    data = prepare_step(args, s)
     flags = data | {"hidden_dim": s["H"], "memory_bank_size": s["memory"], "bank_negatives": 0, "pool": "mean", "residual": "none"}
     old = data | {"H": s["H"]}
     need = {("fp32", 32): 1.35, ("fp32", 8): 2.5, ("bf16", 32): 4.2, ("bf16", 8): 7.5}
-    fastest = {"fp32": [], "bf16": []}
+    reached = {"fp32": [], "bf16": []}
     with Child("ours", "Peak") as peak:
         peaks = [peak.ask("measure", size=s["mm"])]
         for bs, accum in ((32, 16), (8, 64)):
@@ -303,33 +308,31 @@ def bench_step(args, s, table):
             sides["documented"] = "documented", "DocumentedLoop", old | {"bs": bs, "accum": accum, "memory": s["memory"]}
             if bs == 32:
                 sides["plain"] = "documented", "DocumentedLoop", old | {"bs": bs, "accum": accum, "memory": 0}
-            rates = take_turns(sides, s["turns"], lambda child: s["steps"] * window / child.ask("steps", n=s["steps"]),
-                               lambda child: child.ask("steps", n=1))
+            rates = take_turns(sides, s)
             for p in ("fp32", "bf16"):
-                fastest[p] += rates[p]
+                reached[p] += rates[p]
                 table.add(f"{bs} x {accum} {p} / documented loop", rates[p], rates["documented"], "pairs/s", need=(">=", need[p, bs]))
                 if bs == 32:
                     table.add(f"{bs} x {accum} {p} / plain nn.GRU, in-batch loss, no memory bank", rates[p], rates["plain"], "pairs/s")
         peaks.append(peak.ask("measure", size=s["mm"]))
     for p, share in (("fp32", 0.85), ("bf16", 0.55)):
-        top, rate = max(x[p] for x in peaks) / 1e9, np.array(fastest[p])     # the higher of before and after
-        gru, whole = (n / 1e9 for n in operations(s["L"], s["D"], s["H"], window + s["memory"]))
+        top, rate = max(x[p] for x in peaks) / 1e9, np.array(reached[p])     # the higher of before and after
+        gru, whole = (n / 1e9 for n in operations(s["L"], s["D"], s["H"], WINDOW + s["memory"]))
         table.add(f"share of the {p} peak, GRU alone ({gru:.3g} GFLOP a pair)", list(rate * gru), [top], "GFLOP/s", need=(">=", share))
         table.add(f"share of the {p} peak, with the scores ({whole:.3g} GFLOP a pair)", list(rate * whole), [top], "GFLOP/s")
 
 
-def take_turns(sides, turns, measure, warm_up=None):
-    """Start a child for each side, ask them in turn -> name to figures."""
+def take_turns(sides, s):
+    """Pairs a second of the optimizer steps of each side, in turn -> name to figures."""
     with contextlib.ExitStack() as stack:
         children = {name: stack.enter_context(Child(side, kind, **flags)) for name, (side, kind, flags) in sides.items()}
         for child in children.values():
-            if warm_up:
-                warm_up(child)
+            child.ask("steps", n=1)                          # the first one fills caches
         found = {name: [] for name in children}
-        for turn in range(turns):
-            say(f"{', '.join(children)}: turn {turn + 1} of {turns}")
+        for turn in range(s["turns"]):
+            say(f"{', '.join(children)}: turn {turn + 1} of {s['turns']}")
             for name, child in children.items():
-                found[name].append(measure(child))
+                found[name].append(s["steps"] * WINDOW / child.ask("steps", n=s["steps"]))
     return found
 
 
@@ -390,19 +393,21 @@ def seconds_to_first_step(data, s, parent, watched=None):
         watched.append(watch.peak)
     first = {name: next(e for e in events if e["event"] == name) for name in ("start", "checkpoint", "step")}
     judged = first["checkpoint"]["t"] - first["checkpoint"]["seconds"]
-    began = first["step"]["t"] - min(512, s["pairs"]) / first["step"]["pairs_per_s"]
+    began = first["step"]["t"] - min(WINDOW, s["pairs"]) / first["step"]["pairs_per_s"]
     return first["start"]["t"] - started + began - judged
 
 
 def available_gb():
     found = re.search(r"MemAvailable:\s*(\d+)", check.read("/proc/meminfo"))
-    return int(found[1]) / 1e6 if found else 0.0
+    if not found:
+        raise Skipped("private memory is read from /proc, which only Linux has")
+    return int(found[1]) / 1e6
 
 
 def bench_start(args, s, table):
-    data = prepare_full(args, s)
-    size = sum(os.path.getsize(p) for p in data.values())
-    ours, cold, old, memory, old_memory, enough = [], [], [], [], [], available_gb() > size / 1e9 + 3
+    available, data = available_gb(), prepare_full(args, s)
+    need = sum(os.path.getsize(p) for p in data.values()) / 1e9 + 3
+    ours, cold, old, memory, old_memory = [], [], [], [], []
     for turn in range(s["start_turns"]):
         say(f"start: turn {turn + 1} of {s['start_turns']}")
         read_through(data["bank"])                           # in the page cache for both; the pairs don't fit there beside a copy of themselves
@@ -410,22 +415,23 @@ def bench_start(args, s, table):
         for path in data.values():
             forget(path)
         cold.append(seconds_to_first_step(data, s, args.data, memory))
-        if not enough:
+        if available < need:
             continue
         read_through(data["bank"])
         started = time.time()
         with Child("documented", "DocumentedStart") as child, Watch(child.pid) as watch:
             old.append(child.ask("load", **data, H=s["H"]) - started)
         old_memory.append(watch.peak)
-    table.add("start to first step, bank in the page cache", ours, old, "s", higher=False, need=("<", 4), on="ours")
+    table.add("start to first step, bank in the page cache / reading all arrays", ours, old, "s", higher=False, need=("<", 4), on="ours")
     table.add("start to first step, no file in the page cache", cold, [], "s")
     table.add("private memory of that start, one step and an evaluation / of reading all arrays", memory, old_memory, "GB", higher=False)
     table.known["documented_gb"] = old_memory
-    if not enough:
-        table.skip(f"reading all arrays into memory: needs {size / 1e9 + 3:.0f} GB, {available_gb():.0f} GB are available")
+    if available < need:
+        table.skip(f"reading all arrays into memory: needs {need:.0f} GB, {available:.0f} GB are available")
 
 
 def bench_memory(args, s, table):
+    available_gb()                                           # or there is nothing to measure with
     data = prepare_full(args, s)
     for precision in args.precisions.split(","):
         with tempfile.TemporaryDirectory(dir=args.data) as folder:
@@ -527,9 +533,9 @@ class DocumentedSearch:
 
 
 def bench_search(args, s, table):
-    data, rates, memory = prepare_full(args, s), {}, {}
-    if available_gb() < (need := 3 * os.path.getsize(data["bank"]) / 1e9 + 3):
-        raise Skipped(f"copies of the bank need {need:.0f} GB, {available_gb():.0f} GB are available")
+    available, data, rates, memory = available_gb(), prepare_full(args, s), {}, {}
+    if available < (need := 3 * os.path.getsize(data["bank"]) / 1e9 + 3):
+        raise Skipped(f"copies of the bank need {need:.0f} GB, {available:.0f} GB are available")
     with tempfile.TemporaryDirectory(dir=args.data) as folder, \
             Child("ours", "OurSearch", **data, mine_queries=s["mine_queries"], eval_queries=s["eval_queries"], folder=folder) as ours, \
             Child("documented", "DocumentedSearch", bank=data["bank"], folder=folder) as old:
@@ -583,7 +589,7 @@ def bench_growth(args, s, table):
         for x in scales:
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=args.data))
             banks[x] = stack.enter_context(Child("ours", "OurSearch", **prepare(args, 64, n, 4, D, x * M), mine_queries=64, eval_queries=n, folder=folder))
-        jobs = {"an epoch of steps": lambda x: trainers[x].ask("steps", n=x * N // 512), "opening the bank": lambda x: banks[x].ask("open"),
+        jobs = {"an epoch of steps": lambda x: trainers[x].ask("steps", n=x * N // WINDOW), "opening the bank": lambda x: banks[x].ask("open"),
                 "search, bf16 scan": lambda x: banks[x].ask("search", precision="bf16", k=308),
                 "search, FAISS worker": lambda x: banks[x].ask("search", precision="fp32", k=308), "count_ranks": lambda x: banks[x].ask("evaluate")}
         for what, ask in jobs.items():
@@ -603,7 +609,7 @@ class CachedLoss:
 
     def __init__(self, pairs, bank, H, bs):
         import torch
-        from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
+        from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
         F, arrays = torch.nn.functional, np.load(pairs)
         self.X, self.Y, self.torch = torch.from_numpy(arrays["X_train"]), torch.from_numpy(arrays["Y_train"]), torch
 
@@ -616,13 +622,13 @@ class CachedLoss:
             def forward(self, features):
                 x = features["input_ids"]                                    # (B, L, D) is a query, (B, D) a document
                 return {"sentence_embedding": F.normalize(self.project(self.gru(x)[0].mean(1)) if x.dim() == 3 else x + self.zero, dim=-1)}
-        self.model = Towers(self.X.shape[2])
+        self.model = torch.nn.Sequential(Towers(self.X.shape[2]))           # a model is a list of modules there
         self.loss = CachedMultipleNegativesRankingLoss(self.model, scale=20.0, mini_batch_size=bs)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.01)
 
     def steps(self, n):
         def step():
-            rows = self.torch.randperm(len(self.X))[:512]
+            rows = self.torch.randperm(len(self.X))[:WINDOW]
             self.loss([{"input_ids": self.X[rows]}, {"input_ids": self.Y[rows]}], None).backward()
             self.torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
@@ -666,7 +672,7 @@ def bench_rivals(args, s, table):
     data = prepare_step(args, s)
     sides = {"ours": ("ours", "OurTrainer", data | {"hidden_dim": s["H"], "memory_bank_size": 0, "bank_negatives": 0, "filter_threshold": 1.0, "residual": "none"}),
              "rival": ("documented", "CachedLoss", data | {"H": s["H"], "bs": 32})}
-    rates = take_turns(sides, s["turns"], lambda child: s["steps"] * 512 / child.ask("steps", n=s["steps"]), lambda child: child.ask("steps", n=1))
+    rates = take_turns(sides, s)
     table.add("fp32 step, no memory bank / CachedMultipleNegativesRankingLoss", rates["ours"], rates["rival"], "pairs/s")
     data, n, rates = prepare_full(args, s), s["mine_queries"], {}
     with tempfile.TemporaryDirectory(dir=args.data) as folder, Child("ours", "OurSearch", **data, mine_queries=n, eval_queries=1, folder=folder) as ours, \
@@ -707,14 +713,6 @@ def bench_quality(args, s, table):
 
 # -----------------------------------------------------------------------------
 # the table
-
-class Skipped(Exception):
-    """Why a section has no figures here."""
-
-
-def say(line):
-    print(f"bench: {line}", file=sys.stderr, flush=True)
-
 
 class Table:
     """Rows of figures of ours and of what they are compared with; the ratio says how many times better, or how many times as much."""
