@@ -35,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -875,50 +876,58 @@ def encode(tower, split, idx, run):
 
 BF16_ERROR = 2 ** -8 + 2 ** -9                              # of a cosine: both vectors rounded, then the result
 
+def unit_blocks(vectors, size, device):
+    """Mapped rows, `size` at a time -> (a, b, unit rows (b - a, D), their norms (b - a, 1))."""
+    for a, b in spans(len(vectors), size):
+        rows = torch.from_numpy(np.array(vectors[a:b])).to(device, torch.float32)
+        norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
+        yield a, b, rows.div_(norms), norms
+
 @torch.no_grad()
-def scan_search(queries, bank, k, run):
+def scan_search(queries, vectors, k, run):
     """Top-k rows (n, k) by a scan in bf16 that passes on all that could be among them, which are then scored in fp32; and the few queries
     for which that is not certain."""
-    vectors, k, ids, again = bank.vectors, min(k, len(bank.vectors)), np.empty((len(queries), min(k, len(bank.vectors))), np.int32), []
-    sample = np.arange(0, len(vectors), max(1, len(vectors) // CHUNK))
-    share = k * len(sample) / len(vectors)
-    rank = k if len(sample) == len(vectors) else min(len(sample), int(1.3 * share + 4 * share ** 0.5 + 3))
-    sample = torch.from_numpy(bank.documents(sample)).to(run.device, torch.bfloat16)
+    M, k, unsure = len(vectors), min(k, len(vectors)), []
+    ids, every = np.empty((len(queries), k), np.int32), max(1, M // CHUNK)
+    with warnings.catch_warnings(action="ignore"):           # that it can't be written to
+        mapped = torch.from_numpy(vectors)
+    sample = torch.cat([v.to(torch.bfloat16) for _, _, v, _ in unit_blocks(vectors[::every], CHUNK, run.device)])
+    share = k * len(sample) / M
+    rank = k if every == 1 else min(len(sample), int(1.2 * share + 3 * share ** 0.5 + 3))
     for first, last in spans(len(queries), CHUNK):
-        parts = [(a, b) for a, b in spans(last - first, 4096)]
-        q = torch.from_numpy(np.array(queries[first:last])).to(run.device, torch.bfloat16)
-        # the score that somewhat more than k rows pass, going by the sample
-        bars, found = [], [[] for _ in parts]
-        for a, b in parts:
+        q = torch.from_numpy(np.array(queries[first:last])).to(run.device)
+        parts, norms = list(spans(last - first, 4096)), torch.empty(M)
+        half, bars, found = q.to(torch.bfloat16), [], [[] for _ in parts]
+        for a, b in parts:                                   # a score that somewhat more than k rows reach, going by the sample
             run.tick("search")
-            bars.append((q[a:b] @ sample.T).topk(rank).values[:, -1:].float().sub(2 * BF16_ERROR).to(torch.bfloat16))
-        for c, d in spans(len(vectors), 8192):
-            documents = torch.from_numpy(bank.documents(slice(c, d))).to(run.device, torch.bfloat16)
+            bars.append((half[a:b] @ sample.T).topk(rank).values[:, -1:].float().sub(2 * BF16_ERROR).to(torch.bfloat16))
+        for c, d, documents, length in unit_blocks(vectors, 8192, run.device):
+            norms[c:d], documents = length[:, 0].cpu(), documents.to(torch.bfloat16)
             for (a, b), bar, hits in zip(parts, bars, found):
                 run.tick("search")
-                scores = q[a:b] @ documents.T                                            # (b - a, d - c)
+                scores = half[a:b] @ documents.T                                         # (b - a, d - c)
                 rows, columns = (scores >= bar).nonzero(as_tuple=True)
                 hits.append((rows.to(torch.int16).cpu(), (columns + c).to(torch.int32).cpu(), scores[rows, columns].cpu()))
         for (a, b), bar, hits in zip(parts, bars, found):
-            run.tick("search")
             rows, columns, scores = (torch.cat(x) for x in zip(*hits))
             order = torch.from_numpy(np.argsort(rows.numpy(), kind="stable"))
-            rows, columns, scores = rows[order].long(), columns[order], scores[order].float()
-            count = torch.bincount(rows, minlength=b - a)
+            rows, count = rows[order].long(), torch.bincount(rows.long(), minlength=b - a)
             place = torch.arange(len(rows)) - (count.cumsum(0) - count)[rows]
-            table = torch.full((b - a, max(k, int(count.max()))), float("-inf")).index_put_((rows, place), scores)
-            last_in = table.topk(k).values[:, -1]                                        # (b - a,) the k-th best, by the scan
-            unsure = (count < k) | (last_in - 2 * BF16_ERROR < bar[:, 0].float().cpu())  # the bar may have kept one out
-            again += (first + a + torch.nonzero(unsure)[:, 0]).tolist()
-            keep = scores >= last_in[rows] - 2 * BF16_ERROR
-            rows, columns, place = rows[keep], columns[keep], place[keep]
-            exact, names = torch.full_like(table, float("-inf")), torch.zeros(table.shape, dtype=torch.int32)
-            names[rows, place] = columns
-            for e, f in spans(len(rows), CHUNK):
-                documents, mine = torch.from_numpy(bank.documents(columns[e:f].numpy())), torch.from_numpy(queries[first + a + rows[e:f].numpy()])
-                exact[rows[e:f], place[e:f]] = (documents * mine).sum(1)
-            ids[first + a:first + b] = names.gather(1, exact.topk(k).indices).numpy()
-    return ids, np.array(again, np.int64)
+            shape = (b - a, max(k, int(count.max())))
+            table = torch.full(shape, float("-inf")).index_put_((rows, place), scores[order].float())
+            names = torch.zeros(shape, dtype=torch.int32).index_put_((rows, place), columns[order])
+            table, best = table.sort(1, descending=True)
+            names, lowest = names.gather(1, best), table[:, k - 1:k] - 2 * BF16_ERROR    # (b - a, 1) what the k-th best could be
+            unsure += (first + a + ((count < k) | (lowest < bar.float().cpu())[:, 0]).nonzero()[:, 0]).tolist()
+            for e, f in spans(b - a, 64):
+                run.tick("search")
+                width = max(k, int((table[e:f] >= lowest[e:f]).sum(1).max()))
+                near = names[e:f, :width].long()
+                documents = mapped.index_select(0, near.view(-1)).float().view(*near.shape, -1)        # (f - e, width, D)
+                exact = torch.bmm(documents, q[a + e:a + f, :, None].cpu())[:, :, 0] / norms[near]
+                exact[table[e:f, :width] == float("-inf")] = float("-inf")
+                ids[first + a + e:first + a + f] = near.gather(1, exact.topk(k).indices).numpy()
+    return ids, np.array(unsure, np.int64)
 
 def search_bank(blocks, n, k, bank, cfg, run):
     """Top-k bank rows of n queries, given in blocks (b, D) -> (ids (n, k), who found them). A worker that dies costs a line, not the run."""
@@ -937,7 +946,7 @@ def search_bank(blocks, n, k, bank, cfg, run):
             return top.values.cpu().numpy(), top.indices.cpu().numpy()
         backend = cfg.search if cfg.search != "auto" else "bf16" if run.precision == "bf16" else "faiss"
         if backend == "bf16":
-            ids, unsure = scan_search(queries, bank, k, run)
+            ids, unsure = scan_search(queries, bank.vectors, k, run)
             ids[unsure] = exact_search(queries[unsure], bank.vectors, k, find, False, run.tick)
         if backend == "torch":
             ids = exact_search(queries, bank.vectors, k, find, False, run.tick)
@@ -972,7 +981,8 @@ def search_bank(blocks, n, k, bank, cfg, run):
 def mine_negatives(tower, train, rule, epoch, cfg, run):
     """(N, count) bank rows by pair, -1 where the window holds too few. Ranks count candidates only."""
     started, bank, N, let_through = time.time(), train.bank, len(train), 0
-    k = (rule.high if rule.kind == "rank" else 256) + 8 + train.C.shape[1]               # more than asked for: some are no candidates
+    no_candidates = 8 + train.forbidden(np.arange(1), cfg.keep_context).shape[1]         # some of what is found, with its duplicates
+    k = (rule.high if rule.kind == "rank" else 256) + no_candidates
     ids, backend = search_bank(encode(tower, train, np.arange(N), run), N, k, bank, cfg, run)
     mined = np.full((N, rule.count), -1, np.int32)
     for a, b in spans(N, 64):

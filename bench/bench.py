@@ -539,7 +539,7 @@ def bench_search(args, s, table):
     with tempfile.TemporaryDirectory(dir=args.data) as folder, \
             Child("ours", "OurSearch", **data, mine_queries=s["mine_queries"], eval_queries=s["eval_queries"], folder=folder) as ours, \
             Child("documented", "DocumentedSearch", bank=data["bank"], folder=folder) as old:
-        k = 200 + 8 + s["L"]                                 # as mine_negatives asks for ranks 1 to 200
+        k = 200 + 8 + 1                                      # as mine_negatives asks for ranks 1 to 200 of dense pairs
         jobs = {"mine bf16": (ours, s["mine_queries"], "mine", {"precision": "bf16"}), "mine faiss": (ours, s["mine_queries"], "mine", {"precision": "fp32"}),
                 "mine old": (old, s["mine_queries"], "mine", {"k": k, "count": 16}), "eval": (ours, s["eval_queries"], "evaluate", {}),
                 "eval old": (old, s["old_eval_queries"], "evaluate", {"n": s["old_eval_queries"]})}
