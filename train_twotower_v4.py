@@ -1020,8 +1020,8 @@ def count_ranks(queries, split, idx, keep_context, run):
     q = torch.from_numpy(queries).to(run.device)
     target = (q * torch.from_numpy(split.positives(idx)).to(run.device)).sum(-1)         # (m, n)
     above = torch.zeros_like(target, dtype=torch.long)
-    for a, b in spans(len(bank.vectors), CHUNK):
-        documents, mask = torch.from_numpy(bank.documents(slice(a, b))).to(run.device), ColumnMask(bank.groups[a:b])
+    for a, b, documents, _ in unit_blocks(bank.vectors, CHUNK, run.device):
+        mask = ColumnMask(bank.groups[a:b])
         for c, d in spans(n, max(1, 2 ** 24 // (len(q) * (b - a)))):
             run.tick("evaluate")
             scores = q[:, c:d] @ documents.T                                             # (m, d - c, b - a)
