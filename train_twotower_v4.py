@@ -205,11 +205,11 @@ def precision_rules(precision, device, gain):
     return precision if precision != "auto" else "bf16" if gain >= 1.5 and device != "mps" else "fp32"
 
 def micro_batch(cfg, W, L, D, device, precision):
-    """Pairs encoded at a time in a window of W: --bs, or on the CPU even parts of the window whose states and scores fit 400 MB."""
+    """Pairs encoded at a time in a window of W: --bs, or on the CPU even parts of the window whose states and scores fit 470 MB."""
     if device != "cpu":
         return cfg.bs
     states = (2 if precision == "bf16" else 4) * L * (2 * D + 10 * cfg.hidden_dim * cfg.num_layers)
-    fit = max(1, 400_000_000 // (states + 16 * (W + cfg.memory_bank_size + cfg.bank_negatives)))
+    fit = max(1, 470_000_000 // (states + 16 * (W + cfg.memory_bank_size + cfg.bank_negatives)))
     return -(-W // -(-W // fit))
 
 def learning_rate(cfg, update, total):

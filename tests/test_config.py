@@ -62,7 +62,7 @@ def test_micro_batch_is_the_flag_on_mps_and_even_parts_that_fit_on_the_cpu():
     for bs, accum in ((8, 64), (32, 16), (512, 1)):
         cfg = config(bs=bs, accum=accum)
         assert T.micro_batch(cfg, 512, 100, 768, "mps", "fp32") == bs
-        assert T.micro_batch(cfg, 512, 100, 768, "cpu", "fp32") == 103 and T.micro_batch(cfg, 512, 100, 768, "cpu", "bf16") == 171
+        assert T.micro_batch(cfg, 512, 100, 768, "cpu", "fp32") == 128 and T.micro_batch(cfg, 512, 100, 768, "cpu", "bf16") == 171
     assert T.micro_batch(config(memory_bank_size=500), 512, 10, 16, "cpu", "fp32") == 512
     assert T.micro_batch(config(hidden_dim=8192), 512, 4000, 1024, "cpu", "fp32") == 1
 
