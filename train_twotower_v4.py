@@ -82,7 +82,7 @@ class Config:
     residual: str = flag("model", "learned", "weighted context added to the projection: fixed, or learned from there; none = off", choices=("exp", "learned", "none"))
     residual_decay: float = flag("model", 0.5, "weight of a context vector relative to the one after it, at the start; 1 = no decay")
 
-    epochs: int = flag("training", 30, "passes over the training pairs", 1)
+    epochs: int = flag("training", 0, "passes over the training pairs; 0 = three, or more where pairs are few, for 150 updates", 0)
     bs: int = flag("training", 32, "pairs encoded at a time (on the CPU as many as is fast: the gradient is the same)", 1)
     accum: int = flag("training", 16, "times --bs pairs in an optimizer step; 1 = no accumulation", 1)
     lr: float = flag("training", 1e-3, "highest learning rate")
@@ -211,6 +211,13 @@ def micro_batch(cfg, W, L, D, device, precision):
     states = (2 if precision == "bf16" else 4) * L * (2 * D + 10 * cfg.hidden_dim * cfg.num_layers)
     fit = max(1, 470_000_000 // (states + 16 * (W + cfg.memory_bank_size + cfg.bank_negatives)))
     return -(-W // -(-W // fit))
+
+def set_epochs(cfg, N):
+    """--epochs 0 for N pairs. Beyond that a tower learns its training documents, and ranks others no better."""
+    if not cfg.epochs:
+        cfg = dataclasses.replace(cfg, epochs=max(3, -(-150 // -(-N // (cfg.bs * cfg.accum)))))
+    parse_schedule(cfg.mine_schedule, cfg.epochs)            # it must cover them
+    return cfg
 
 def learning_rate(cfg, update, total):
     """Linear warm-up, then a cosine down to --lr-min; by optimizer step, the first one is 0."""
@@ -1500,7 +1507,7 @@ def tell_plan(trainer, gain):
             f"bank {M:,} rows, {M - len(train.bank.keys):,} equal to an earlier one")
     run.say(f"tower  | {cfg.cell}, {cfg.num_layers} x {cfg.hidden_dim} each way, pool {cfg.pool}, residual {cfg.residual} | {weights:,} parameters | "
             f"{run.device}, {run.precision}, {torch.get_num_threads()} threads{gain_text}")
-    run.say(f"plan   | {cfg.bs} x {cfg.accum} = {trainer.effective} pairs a step | {trainer.total:,} updates, {trainer.steps_per_epoch:,} an epoch | "
+    run.say(f"plan   | {cfg.bs} x {cfg.accum} = {trainer.effective} pairs a step | {trainer.total:,} updates, {cfg.epochs} epochs of {trainer.steps_per_epoch:,} | "
             f"learning rates sum to {reach:.3g}")
     if reach < (need := (3 if cfg.residual == "none" else 0.3) / cfg.hidden_dim ** 0.5):
         run.say(f"plan   | warning: no weight can move farther than that, and this tower needs about {need:.2g}: it will stay near where it starts; "
@@ -1516,6 +1523,7 @@ def dry_run(cfg, device, gain):
     with tempfile.TemporaryDirectory(prefix="twotower.") as cache:
         run, times = Run(None, cfg, device, precision_rules(cfg.precision, device, gain)), []
         train, val = open_data(cfg, Path(cache))
+        cfg = set_epochs(cfg, len(train))
         trainer = Trainer(cfg, run, train, val)
         tell_plan(trainer, gain)
         for _ in range(3):
@@ -1538,6 +1546,7 @@ def start_run(cfg, device, gain):
     """Train in a folder of its own, and record how it ended."""
     files, trainer, precision = describe_files(cfg), None, precision_rules(cfg.precision, device, gain)
     train, val = open_data(cfg)                              # before the folder: bad input leaves none behind
+    cfg = set_epochs(cfg, len(train))
     folder, checkpoint, line = choose_folder(cfg, files)
     if checkpoint and cfg.precision == "auto":               # as the run was begun, whatever the timing says today
         precision = read_config(checkpoint.parent.parent / "config.yaml").get("precision_used", precision)

@@ -50,6 +50,13 @@ def test_device_rules_for_mps_hold_on_any_machine():
         T.device_rules("mps", 1, {"cuda"})
 
 
+def test_epochs_are_enough_for_few_pairs_and_few_for_many():
+    assert [T.set_epochs(config(), n).epochs for n in (1_000, 10_000, 25_000, 1_000_000)] == [75, 8, 4, 3]
+    assert T.set_epochs(config(bs=24, accum=4), 25_000).epochs == 3 and T.set_epochs(config(epochs=30), 1_000).epochs == 30
+    with pytest.raises(T.UserError, match="gap"):
+        T.set_epochs(config(mine_schedule="1-5:none"), 1_000)
+
+
 def test_precision_is_bf16_where_it_pays_and_never_on_mps():
     assert T.precision_rules("auto", "cpu", 4.0) == "bf16" and T.precision_rules("auto", "cpu", 1.2) == "fp32"
     assert T.precision_rules("auto", "mps", 4.0) == "fp32" and T.precision_rules("fp32", "cpu", 4.0) == "fp32"
