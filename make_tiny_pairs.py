@@ -239,14 +239,16 @@ def read_documents(paths):
     return list(seen)
 
 
-def hold_out(sizes, share, rng):
-    """Documents for validation, chosen at random while they bring its sentences closer to their share; at least one, never all."""
-    wanted, held, chosen = share * sum(sizes), 0, []
-    for i in rng.permutation(len(sizes))[:-1]:
-        if abs(held + sizes[i] - wanted) < abs(held - wanted):
-            held += sizes[i]
-            chosen.append(int(i))
-    return chosen or [int(np.argmin(sizes))]
+def hold_out(documents, share, rng):
+    """Spans of bank rows -> those to train on and those held out: whole documents at random that fit into the share, the shortest if none does."""
+    sizes = [stop - start for start, stop in documents]
+    room, chosen = share * sum(sizes), set()
+    for i in rng.permutation(len(documents))[:-1]:                                   # never all of them
+        if sizes[i] <= room:
+            room -= sizes[i]
+            chosen.add(i)
+    chosen = chosen or {int(np.argmin(sizes))}
+    return [d for i, d in enumerate(documents) if i not in chosen], [d for i, d in enumerate(documents) if i in chosen]
 
 
 def load_encoder(model):
@@ -256,12 +258,11 @@ def load_encoder(model):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         try:
             from sentence_transformers import SentenceTransformer
-        except ImportError:
-            raise trainer.UserError(f"--model {model}: needs a package; pip install sentence-transformers, or give module:callable") from None
-        try:
-            encoder = SentenceTransformer(str(model), device="cpu")
+            encoder = SentenceTransformer(model)
+        except ImportError as e:
+            raise trainer.UserError(f"--model {model}: {e}; pip install sentence-transformers, or give module:callable") from None
         except Exception as e:                                                       # the library has no error class of its own
-            raise trainer.UserError(f"--model {model}: no sentence-transformers model: {str(e).strip().splitlines()[0]}") from None
+            raise trainer.UserError(f"--model {model}: no sentence-transformers model: {' '.join(str(e).split())}") from None
         return lambda sentences: encoder.encode(sentences, show_progress_bar=False)
     module, _, name = model.partition(":")
     if not name:
@@ -306,27 +307,24 @@ def contexts(documents, L):
 def make_from_text(args):
     if not args.model:
         raise trainer.UserError("--from-text needs --model: the folder of a sentence-transformers model, or module:callable that gives (n, D) for n strings")
-    documents = read_documents(args.from_text)
-    sizes = [len(d) for d in documents]
-    usable = [i for i, n in enumerate(sizes) if n > MIN_CONTEXT]
-    if len(usable) < 2:
-        raise trainer.UserError(f"--from-text: {len(usable)} of {len(args.from_text)} files has more than {MIN_CONTEXT} sentences, expected at least 2: "
+    texts = read_documents(args.from_text)
+    sentences = list(itertools.chain.from_iterable(texts))
+    stops = np.cumsum([len(text) for text in texts]).tolist()
+    documents = [(stop - len(text), stop) for text, stop in zip(texts, stops) if len(text) > MIN_CONTEXT]
+    if len(documents) < 2:
+        raise trainer.UserError(f"--from-text: of {len(args.from_text)} files {len(documents)} have more than {MIN_CONTEXT} sentences, expected at least 2: "
                                 "one to train on, one held out")
-    chosen = hold_out([sizes[i] for i in usable], args.val_share, np.random.default_rng(args.seed))
-    held_out = {usable[i] for i in chosen}
-    stops = np.cumsum(sizes).tolist()
-    spans = {i: (stops[i] - sizes[i], stops[i]) for i in usable}
-    sentences = list(itertools.chain.from_iterable(documents))
+    train, val = hold_out(documents, args.val_share, np.random.default_rng(args.seed))
     blocks = embed(sentences, load_encoder(args.model), args.model, args.batch)
     first = next(blocks)
     write_npz(Path(args.out) / "bank.npz", {"vectors": Pieces((len(sentences), first.shape[1]), np.dtype(np.float16), itertools.chain([first], blocks))})
     arrays = {}
-    for name, part in (("train", [s for i, s in spans.items() if i not in held_out]), ("val", [s for i, s in spans.items() if i in held_out])):
+    for name, part in (("train", train), ("val", val)):
         targets = np.concatenate([np.arange(start + MIN_CONTEXT, stop, dtype=np.int32) for start, stop in part])
         arrays |= {f"C_{name}": Pieces((len(targets), args.context), np.dtype(np.int32), contexts(part, args.context)), f"T_{name}": targets}
     write_npz(Path(args.out) / "pairs.npz", arrays)
     write_file(Path(args.out) / "sentences.txt", "".join(f"{s}\n" for s in sentences).encode())
-    print(f"{Path(args.out) / 'sentences.txt'}: {len(sentences):,} sentences of {len(documents):,} documents, {len(held_out):,} of them held out")
+    print(f"{Path(args.out) / 'sentences.txt'}: {len(sentences):,} sentences of {len(texts):,} documents, {len(val):,} of them held out")
 
 
 def parse_args(argv):
@@ -347,7 +345,7 @@ def parse_args(argv):
                                 ("dim", 64, "dimensions"), ("topics", 20, "topics that documents share"), ("seed", 0, "of all that is random")):
         made.add_argument(f"--{name}", type=int, default=default, help=text if default is None else f"{text} [%(default)s]")
     made.add_argument("--noise", type=float, default=1.5, help="length of the random part of a vector; 0 = none [%(default)s]")
-    made.add_argument("--val-share", type=float, default=0.15, help="share of documents held out for validation [%(default)s]")
+    made.add_argument("--val-share", type=float, default=0.15, help="share held out for validation, by whole documents [%(default)s]")
     args = parser.parse_args(argv)
     if args.context is None:
         args.context = 100 if args.from_text else 20

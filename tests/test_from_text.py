@@ -270,7 +270,7 @@ def test_too_few_documents_to_hold_one_out_is_one_line(sizes, notes, tmp_path, c
 def test_a_folder_is_a_sentence_transformers_model(notes, tmp_path, monkeypatch, capsys):
     """The package is not among the test tools: a stand-in with its interface shows what it is asked."""
     class SentenceTransformer:
-        def __init__(self, path, device):
+        def __init__(self, path):
             if not os.listdir(path):
                 raise ValueError(f"no model in {path}\nlong advice")
 
@@ -279,7 +279,7 @@ def test_a_folder_is_a_sentence_transformers_model(notes, tmp_path, monkeypatch,
     monkeypatch.setitem(sys.modules, "sentence_transformers", types.SimpleNamespace(SentenceTransformer=SentenceTransformer))
     (tmp_path / "model").mkdir()
     assert make(*notes, model="model") == 2
-    assert capsys.readouterr().err == "make_tiny_pairs: --model model: no sentence-transformers model: no model in model\n"
+    assert capsys.readouterr().err == "make_tiny_pairs: --model model: no sentence-transformers model: no model in model long advice\n"
     (tmp_path / "model" / "config.json").write_text("{}")
     assert make(*notes, model="model") == 0
     expected = [reference_vector(s) for sentences in notes.values() for s in sentences]
