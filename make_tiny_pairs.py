@@ -296,12 +296,17 @@ def embed(sentences, encode, model, batch):
             bar.update(b - a)
 
 
-def contexts(documents, L):
-    """Spans of bank rows -> blocks (n, L) of the rows before each target, -1 in front where the document begins."""
-    for start, stop in documents:
-        for a, b in trainer.spans(stop - start - MIN_CONTEXT, 4096):
-            rows = start + MIN_CONTEXT + np.arange(a, b)[:, None] + np.arange(-L, 0)
-            yield np.where(rows >= start, rows, -1)
+def targets_of(documents):
+    """Spans of bank rows -> each target (N,), and where its document starts (N,)."""
+    targets = [np.arange(start + MIN_CONTEXT, stop) for start, stop in documents]
+    return np.concatenate(targets), np.repeat([start for start, _ in documents], [len(t) for t in targets])
+
+
+def contexts(targets, starts, L):
+    """Blocks (n, L) of the rows before each target, -1 in front of its document."""
+    for a, b in trainer.spans(len(targets), 4096):
+        rows = targets[a:b, None] + np.arange(-L, 0)
+        yield np.where(rows >= starts[a:b, None], rows, -1)
 
 
 def make_from_text(args):
@@ -318,13 +323,18 @@ def make_from_text(args):
     blocks = embed(sentences, load_encoder(args.model), args.model, args.batch)
     first = next(blocks)
     write_npz(Path(args.out) / "bank.npz", {"vectors": Pieces((len(sentences), first.shape[1]), np.dtype(np.float16), itertools.chain([first], blocks))})
+    groups = trainer.Bank(Path(args.out) / "bank.npz").groups
+    (train_targets, train_starts), (targets, starts) = targets_of(train), targets_of(val)
+    fresh = ~np.isin(groups[targets], groups[train_targets])                         # what was an answer in training is no test
+    if not fresh.any():
+        raise trainer.UserError(f"{args.out}: each target held out equals one to train on; are these different documents?")
     arrays = {}
-    for name, part in (("train", train), ("val", val)):
-        targets = np.concatenate([np.arange(start + MIN_CONTEXT, stop, dtype=np.int32) for start, stop in part])
-        arrays |= {f"C_{name}": Pieces((len(targets), args.context), np.dtype(np.int32), contexts(part, args.context)), f"T_{name}": targets}
+    for name, T, first in (("train", train_targets, train_starts), ("val", targets[fresh], starts[fresh])):
+        arrays |= {f"C_{name}": Pieces((len(T), args.context), np.dtype(np.int32), contexts(T, first, args.context)), f"T_{name}": T.astype(np.int32)}
     write_npz(Path(args.out) / "pairs.npz", arrays)
     write_file(Path(args.out) / "sentences.txt", "".join(f"{s}\n" for s in sentences).encode())
-    print(f"{Path(args.out) / 'sentences.txt'}: {len(sentences):,} sentences of {len(texts):,} documents, {len(val):,} of them held out")
+    print(f"{Path(args.out) / 'sentences.txt'}: {len(sentences):,} sentences of {len(texts):,} documents; {len(val):,} held out, "
+          f"without {int((~fresh).sum()):,} targets that training has too")
 
 
 def parse_args(argv):
