@@ -275,8 +275,8 @@ def load_encoder(model):
 
 
 def embed(sentences, encode, model, batch):
-    """Blocks (n, D) of unit rows in float16; what the model returns is checked first."""
-    D = None
+    """Blocks (n, D) of unit rows in float16; what the model returns is checked first. Equal sentences get equal rows."""
+    D, first_row = None, {s: None for s, n in collections.Counter(sentences).items() if n > 1}
     with tqdm(total=len(sentences), unit=" sentences", desc="embedding", disable=not sys.stderr.isatty()) as bar:
         for a, b in trainer.spans(len(sentences), batch):
             try:
@@ -292,7 +292,12 @@ def embed(sentences, encode, model, batch):
                 if bad.any():
                     i = int(np.argmax(bad))
                     raise trainer.UserError(f"--model {model}: gave {what} for sentence {a + i}: {sentences[a + i][:60]!r}")
-            yield (rows / norms[:, None]).astype(np.float16)
+            rows = (rows / norms[:, None]).astype(np.float16)
+            for i in (i for i in range(a, b) if sentences[i] in first_row):          # in another batch a model rounds differently
+                if first_row[sentences[i]] is None:
+                    first_row[sentences[i]] = rows[i - a].copy()
+                rows[i - a] = first_row[sentences[i]]
+            yield rows
             bar.update(b - a)
 
 

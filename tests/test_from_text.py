@@ -35,6 +35,7 @@ def flat(sentences): return words(sentences)[:, 0]
 def other(sentences): return words(sentences)[:, :len(sentences)]
 def ragged(sentences): return [[1.0] * (i % 2 + 1) for i in range(len(sentences))]
 def alike(sentences): return np.ones((len(sentences), 4))
+def jitter(sentences): return words(sentences) + np.arange(len(sentences))[:, None]
 def nothing(sentences): return None
 def nan(sentences): return np.where(np.arange(len(sentences))[:, None] == 3, np.nan, words(sentences))
 def zero(sentences): return np.where(np.arange(len(sentences))[:, None] == 3, 0, words(sentences))
@@ -116,6 +117,16 @@ def test_train_and_validation_share_no_document_not_even_as_a_copy(notes, capsys
         assert len(said) == len(files) + 1 and f"copy_of_note00.txt: has the sentences of {files[0]}, skipped" in said[0]
         train, val = ({document[r] for r in {*pairs[f"T_{name}"], *pairs[f"C_{name}"].ravel()} - {-1}} for name in ("train", "val"))
         assert train and val and not train & val and len(train | val) == 13, "the two short ones have no targets"
+
+
+def test_equal_sentences_have_equal_rows_whatever_the_batch_did_to_them(notes, tmp_path):
+    for path, sentences in list(notes.items())[3:6]:
+        sentences[2:6:3] = ["The same sentence again."] * 2
+        path.write_text("\n\n".join(sentences))
+    assert make(*notes, model="my_embedding:jitter", more=["--batch", "16"]) == 0
+    rows, vectors = open("out/sentences.txt").read().splitlines(), np.load("out/bank.npz")["vectors"]
+    same = vectors[[i for i, s in enumerate(rows) if s == "The same sentence again."]]
+    assert len(same) == 6 and (same == same[0]).all() and len(np.unique(vectors, axis=0)) == len(set(rows)) == len(rows) - 5
 
 
 def test_a_sentence_that_training_has_as_a_target_is_no_validation_target(notes, tmp_path, capsys):
