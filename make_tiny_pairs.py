@@ -243,7 +243,7 @@ def hold_out(documents, share, rng):
     """Spans of bank rows -> those to train on and those held out: whole documents at random that fit into the share, the shortest if none does."""
     sizes = [stop - start for start, stop in documents]
     room, chosen = share * sum(sizes), set()
-    for i in rng.permutation(len(documents))[:-1]:                                   # never all of them
+    for i in rng.permutation(len(documents)):
         if sizes[i] <= room:
             room -= sizes[i]
             chosen.add(i)
