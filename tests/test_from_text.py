@@ -168,6 +168,7 @@ SPLITS = {
                       ["Mr. Smith met Dr. J. R. R. Tolkien, e.g. in the U.S. Senate on Jan. 3.", "He left soon after.", "See Fig. 3 and No. 5 here.", "They said so."]),
     "a no is a no": ("The answer was no. He did not ask again.", ["The answer was no.", "He did not ask again."]),
     "numbers": ("It rose by 2.5 percent in 1999. Then it fell to 1.4 again.", ["It rose by 2.5 percent in 1999.", "Then it fell to 1.4 again."]),
+    "numbered": ("The first is this one. 2. The second is that one.", ["The first is this one.", "2. The second is that one."]),
     "quotes": ('"Stop it right now!" he cried. "I never will," she said. (He had gone by then.) “We know that.” Then came another.',
                ['"Stop it right now!" he cried.', '"I never will," she said.', "(He had gone by then.)", "“We know that.”", "Then came another."]),
     "ellipsis": ("He waited for... something else. And later on… Nothing at all came.", ["He waited for... something else.", "And later on…", "Nothing at all came."]),
