@@ -435,7 +435,7 @@ class Split:
         """(B,) pair numbers -> (B, L, D) contexts, zeros where there is padding."""
         C = self.C[idx]
         if not self.indexed:
-            return C.astype(np.float32)
+            return C.astype(np.float32, copy=False)
         x = self.bank.vectors[np.maximum(C, 0)].astype(np.float32)
         x[C < 0] = 0
         return x
@@ -618,21 +618,26 @@ def roll(h, by):
 class BothWays(torch.autograd.Function):
     """One GRU layer on the CPU, both directions in each multiplication, weight gradients in one at the end.
 
-    x (2, L, B, D) has each direction in its own time, padded (2, L, B) or None says where the state stands still; w_in (2, 3H, D) with
+    x (L, B, D); padded (2, L, B) or None says where the state stands still, each direction in its own time; w_in (2, 3H, D) with
     gates n r z, w_state (2, 3H, H) with gates r z n, biases alike -> states (2, L, B, H) and the sum (2, B, H) of those that are not padding, in fp32 at least.
     """
 
     @staticmethod
     def forward(ctx, x, padded, w_in, w_state, b_in, b_state):
-        (_, L, B, D), H = x.shape, w_state.shape[2]
-        gates = Buffers.take((2, L, B, 4 * H), x)                         # n, r, z, and the state's part of n
+        (L, B, D), H = x.shape, w_state.shape[2]
+        both = Buffers.take((2, L, B, D), w_in)                           # each direction in its own time
+        both[0].copy_(x)
+        for t in range(L):
+            both[1, t].copy_(both[0, L - 1 - t])
+        gates = Buffers.take((2, L, B, 4 * H), both)                      # n, r, z, and the state's part of n
         for k in range(2):
-            torch.mm(x[k].view(L * B, D), w_in[k].T, out=gates.view(2, L * B, 4 * H)[k, :, :3 * H])
-        live = None if padded is None else (~padded)[..., None].to(x.dtype)              # (2, L, B, 1)
+            torch.mm(both[k].view(L * B, D), w_in[k].T, out=gates.view(2, L * B, 4 * H)[k, :, :3 * H])
+        live = None if padded is None else (~padded)[..., None].to(both)                  # (2, L, B, 1)
         if padded is not None:
             gates[..., 2 * H:3 * H][padded] = 1e4                         # z is 1 there
         b_n, b_rz, b_s = b_in[:, None, :H], (b_in[:, H:] + b_state[:, :2 * H])[:, None], b_state[:, None, 2 * H:]
-        h, total, step = Buffers.take((2, L + 1, B, H), x), x.new_zeros(2, B, H, dtype=torch.promote_types(x.dtype, torch.float32)), x.new_empty(2, B, 3 * H)
+        h, step = Buffers.take((2, L + 1, B, H), both), both.new_empty(2, B, 3 * H)
+        total = both.new_zeros(2, B, H, dtype=torch.promote_types(both.dtype, torch.float32))
         h[:, 0] = 0
         for t in range(L):
             n, r, z, s = gates[:, t].split(H, 2)                          # (2, B, H) each
@@ -643,18 +648,19 @@ class BothWays(torch.autograd.Function):
             torch.sub(h[:, t], n, out=h[:, t + 1]).mul_(z).add_(n)
             total += h[:, t + 1] if live is None else h[:, t + 1] * live[:, t]
         if not any(ctx.needs_input_grad):
-            Buffers.give(gates)
-        ctx.save_for_backward(x, w_in, w_state)
-        ctx.gates, ctx.h, ctx.live = gates, h, live
+            Buffers.give(gates, both)
+        ctx.save_for_backward(w_in, w_state)
+        ctx.both, ctx.gates, ctx.h, ctx.live = both, gates, h, live
         ctx.set_materialize_grads(False)
         return h[:, 1:], total
 
     @staticmethod
     def backward(ctx, d_states, d_total):
         """Each step turns its gates into their gradients, in place."""
-        (x, w_in, w_state), gates, h, live = ctx.saved_tensors, ctx.gates, ctx.h, ctx.live
+        (w_in, w_state), both, gates, h, live = ctx.saved_tensors, ctx.both, ctx.gates, ctx.h, ctx.live
         _, L, B, H = h[:, 1:].shape
-        each, d_bias = torch.zeros_like(h[:, 0]) if d_total is None else d_total.to(x.dtype), torch.zeros(2, 4 * H, dtype=torch.promote_types(h.dtype, torch.float32))
+        each = torch.zeros_like(h[:, 0]) if d_total is None else d_total.to(h)
+        d_bias = torch.zeros(2, 4 * H, dtype=torch.promote_types(h.dtype, torch.float32))
         dh, a, b = torch.zeros_like(h[:, 0]), torch.empty_like(h[:, 0]), torch.empty_like(h[:, 0])     # (2, B, H)
         for t in range(L - 1, -1, -1):
             n, r, z, s = gates[:, t].split(H, 2)
@@ -671,10 +677,13 @@ class BothWays(torch.autograd.Function):
             torch.bmm(gates[:, t, :, H:], w_state, out=dh).add_(b)
             d_bias += gates[:, t].sum(1)
         flat = gates.view(2, L * B, 4 * H)
-        d_in = torch.stack([flat[k, :, :3 * H].T @ x[k].view(L * B, -1) for k in range(2)])
+        d_in = torch.stack([flat[k, :, :3 * H].T @ both[k].view(L * B, -1) for k in range(2)])
         d_state = torch.stack([flat[k, :, H:].T @ h[k, :-1].view(L * B, H) for k in range(2)])
-        d_x = torch.bmm(flat[:, :, :3 * H], w_in).view_as(x) if ctx.needs_input_grad[0] else None      # a lower layer's states
-        Buffers.give(gates, h)                                            # whoever used the states has had its gradient before
+        d_x = None
+        if ctx.needs_input_grad[0]:                                       # of a lower layer's states
+            ahead, back = torch.bmm(flat[:, :, :3 * H], w_in).view_as(both)
+            d_x = ahead + back.flip(0)
+        Buffers.give(gates, both, h)                                      # whoever used the states has had its gradient before
         return d_x, None, d_in, d_state, d_bias[:, :3 * H], d_bias[:, H:]
 
 class QueryTower(nn.Module):
@@ -714,13 +723,13 @@ class QueryTower(nn.Module):
         if padding.any():
             time = torch.arange(L)[:, None]
             padded = torch.stack([time < padding, time >= L - padding])   # (2, L, B)
-        x, dtype = x.transpose(0, 1).to(self.dtype or x.dtype), self.dtype or x.dtype                # (L, B, D)
+        x, dtype = x.transpose(0, 1), self.dtype or x.dtype               # (L, B, D)
         for ahead, back in zip(self.ahead, self.back):
             H, both = ahead.hidden_size, (ahead, back)
             x = x if h is None else torch.cat([h[0], h[1].flip(0)], -1)   # (L, B, D or 2H)
             weights = [torch.stack(w).to(dtype) for w in ([c.weight_ih_l0.roll(H, 0) for c in both], [c.weight_hh_l0 for c in both],
                                                                [c.bias_ih_l0.roll(H, 0) for c in both], [c.bias_hh_l0 for c in both])]
-            h, total = BothWays.apply(torch.stack([x, x.flip(0)]), padded, *weights)
+            h, total = BothWays.apply(x, padded, *weights)
         pooled = total / (L - padding)[:, None] if self.pool == "mean" else h[:, -1].to(total.dtype)   # (2, B, H)
         return torch.cat([pooled[0], pooled[1]], -1)                      # (B, 2H)
 
