@@ -45,9 +45,9 @@ import check_crash_cause as check  # noqa: E402
 
 OURS = {"GOMP_SPINCOUNT": "20000", "KMP_DUPLICATE_LIB_OK": "TRUE"}          # what the launchers set besides threads
 WINDOW = 512                                                 # pairs of an optimizer step: 32 x 16, 8 x 64
-FULL = {"L": 100, "D": 768, "H": 512, "memory": 50_000, "step_pairs": 2_048, "step_bank": 60_000, "mm": 4_096, "turns": 5, "steps": 2,
+FULL = {"L": 100, "D": 768, "H": 512, "memory": 50_000, "step_pairs": 2_048, "step_bank": 60_000, "mm": 4_096, "turns": 3, "steps": 3,
         "pairs": 35_901, "val": 2_000, "bank": 771_115, "start_turns": 3, "search_turns": 3, "mine_queries": 2_048, "eval_queries": 2_000,
-        "old_eval_queries": 64, "overlap_queries": 256, "evidence_steps": 60, "saves": 7, "grow_turns": 3, "grow_pairs": 4_096, "grow_bank": 100_000,
+        "old_eval_queries": 64, "overlap_queries": 256, "evidence_steps": 60, "saves": 7, "grow_turns": 5, "grow_pairs": 4_096, "grow_bank": 100_000,
         "grow_D": 128, "grow_queries": 1_024, "seeds": 2}
 QUICK = FULL | {"L": 12, "D": 64, "H": 32, "memory": 2_000, "step_pairs": 600, "step_bank": 3_000, "mm": 256, "turns": 2, "steps": 1,
                 "pairs": 1_500, "val": 300, "bank": 20_000, "start_turns": 1, "search_turns": 2, "mine_queries": 256, "eval_queries": 300,
