@@ -5,4 +5,4 @@
 set -euo pipefail
 cd "$(dirname "$0")" && . ./launch_env.sh
 
-run_training v4_cpu --device cpu --bs 32 --accum 16 "$@"                # never returns: exec
+run_training v4_cpu --device cpu --precision fp32 --bs 32 --accum 16 "$@"                # never returns: exec

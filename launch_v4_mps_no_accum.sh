@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")" && . ./launch_env.sh
 
-run_training v4_mps_no_accum --device mps --bs 16 --accum 1 --epochs 5 --no-mining "$@"     # never returns: exec
+run_training v4_mps_no_accum --device mps --precision fp32 --bs 16 --accum 1 --epochs 5 --no-mining "$@"     # never returns: exec

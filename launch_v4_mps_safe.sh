@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")" && . ./launch_env.sh
 
-run_training v4_mps_safe --device mps --bs 24 --accum 4 "$@"            # never returns: exec
+run_training v4_mps_safe --device mps --precision fp32 --bs 24 --accum 4 "$@"            # never returns: exec

@@ -90,7 +90,7 @@ for n in 100 2048; do
   .venv/bin/python make_tiny_pairs.py --from "$source" --n $n --out "$folder/pairs_$n.npz" >"$folder/pairs_$n.log" 2>&1 ||
     { tail -n 1 "$folder/pairs_$n.log" >&2; tiny=$source pairs=$source; }      # the trainer then says what it thinks of the file
 done
-set -- ${demo_flags[@]+"${demo_flags[@]}"} --device cpu --bs 32 --accum 16 --epochs "$STEPS" --max-steps "$STEPS" --eval-queries 100 --mine-schedule '1-:8@r10-100' "$@"
+set -- ${demo_flags[@]+"${demo_flags[@]}"} --device cpu --precision fp32 --search faiss --bs 32 --accum 16 --epochs "$STEPS" --max-steps "$STEPS" --eval-queries 100 --mine-schedule '1-:8@r10-100' "$@"
 
 isolate "tiny data" "$tiny" "$@"
 isolate "small batch" "$pairs" "$@" --bs 4

@@ -14,7 +14,9 @@ saved; a native death keeps its signal.
 """
 import argparse
 import collections
+import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import errno
 import faulthandler
@@ -33,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -79,9 +82,9 @@ class Config:
     residual: str = flag("model", "learned", "weighted context added to the projection: fixed, or learned from there; none = off", choices=("exp", "learned", "none"))
     residual_decay: float = flag("model", 0.5, "weight of a context vector relative to the one after it, at the start; 1 = no decay")
 
-    epochs: int = flag("training", 30, "passes over the training pairs", 1)
-    bs: int = flag("training", 32, "pairs encoded at a time", 1)
-    accum: int = flag("training", 16, "micro-batches in an optimizer step; 1 = no accumulation", 1)
+    epochs: int = flag("training", 0, "passes over the training pairs; 0 = three, or more where pairs are few, for 150 updates", 0)
+    bs: int = flag("training", 32, "pairs encoded at a time (on the CPU as many as is fast: the gradient is the same)", 1)
+    accum: int = flag("training", 16, "times --bs pairs in an optimizer step; 1 = no accumulation", 1)
     lr: float = flag("training", 1e-3, "highest learning rate")
     lr_min: float = flag("training", 1e-5, "learning rate at the end of the cosine; 0 = down to nothing", 0)
     warmup_steps: int = flag("training", 50, "optimizer steps of linear warm-up; 0 = none", 0)
@@ -97,9 +100,13 @@ class Config:
     mine_schedule: str = flag("negatives", "1-5:none;6-10:8@r10-100;11-:16@r1-200",
                               "epochs:count@window by rank (r10-100) or by cosine to the positive (0.82-0.92); 1-:none = off")
     no_mining: bool = flag("negatives", False, "mine no hard negatives, whatever the schedule says; off = mine")
-    search: str = flag("negatives", "faiss", "faiss = in a worker process, torch steps in if it dies; torch = no worker", choices=("faiss", "torch"))
+    search: str = flag("negatives", "auto", "faiss = in a worker process, torch steps in if it dies; ivf = the same, approximate, its recall is logged; "
+                       "torch = no worker; bf16 = no worker, scan in bf16 and score what could be best in fp32; auto = bf16 with --precision bf16, else faiss",
+                       choices=("faiss", "ivf", "torch", "bf16", "auto"))
 
     device: str = flag("machine", "cpu", "where the tower runs; auto = the first of cuda, mps, cpu", choices=("cpu", "mps", "cuda", "auto"))
+    precision: str = flag("machine", "auto", "fp32, or bf16 for the recurrence and the scores; auto = bf16 where timing shows that it pays, never on MPS",
+                          choices=("fp32", "bf16", "auto"))
     threads: int = flag("machine", 0, "threads of torch and FAISS; 0 = as OMP_NUM_THREADS says, or all cores", 0)
     workers: int = flag("machine", 0, "processes that read batches; 0 = none, the trainer reads them", 0)
 
@@ -107,6 +114,7 @@ class Config:
     log_dir: str = flag("run", "logs", "folder of the log files; none = no log file")
     resume: str = flag("run", "", "run folder or checkpoint to go on from, with its flags as defaults; empty = as --out says")
     metric: str = flag("run", "recall@500", "what the best epoch is chosen by", choices=METRICS)
+    patience: int = flag("run", 0, "evaluations in a row without a better --metric that end the run; 0 = never", 0)
     ckpt_seconds: float = flag("run", 60.0, "time between checkpoints within an epoch; 0 = after each step", 0)
     max_bad_steps: int = flag("run", 10, "steps in a row with a non-finite loss or gradient that end the run; 0 = never", 0)
     max_steps: int = flag("run", 0, "optimizer steps after which the run is done; 0 = all of the epochs", 0)
@@ -190,6 +198,26 @@ def device_rules(device, accum, available):
     risky = device == "mps" and accum > 4
     return device, [f"--accum {accum} on MPS: runs with 32 accumulated backward passes died silently at batches 117 and 927; "
                     "./launch_v4_mps_safe.sh has --accum 4"] if risky else []
+
+def precision_rules(precision, device, gain):
+    """What --precision means on this device, where bf16 multiplies `gain` times as fast as fp32. Pure."""
+    require(precision != "bf16" or device != "mps", "--precision bf16: not on MPS, where only fp32 is known to be stable; give fp32 or auto")
+    return precision if precision != "auto" else "bf16" if gain >= 1.5 and device != "mps" else "fp32"
+
+def micro_batch(cfg, W, L, D, device, precision):
+    """Pairs encoded at a time in a window of W: --bs, or on the CPU even parts of the window whose states and scores fit 470 MB."""
+    if device != "cpu":
+        return cfg.bs
+    states = (2 if precision == "bf16" else 4) * L * (2 * D + 10 * cfg.hidden_dim * cfg.num_layers)
+    fit = max(1, 470_000_000 // (states + 16 * (W + cfg.memory_bank_size + cfg.bank_negatives)))
+    return -(-W // -(-W // fit))
+
+def set_epochs(cfg, N):
+    """--epochs 0 for N pairs. Beyond that a tower learns its training documents, and ranks others no better."""
+    if not cfg.epochs:
+        cfg = dataclasses.replace(cfg, epochs=max(3, -(-150 // -(-N // (cfg.bs * cfg.accum)))))
+    parse_schedule(cfg.mine_schedule, cfg.epochs)            # it must cover them
+    return cfg
 
 def learning_rate(cfg, update, total):
     """Linear warm-up, then a cosine down to --lr-min; by optimizer step, the first one is 0."""
@@ -425,6 +453,14 @@ class Split:
             return own
         return np.concatenate([own, np.where(self.C[idx] < 0, -1, self.bank.groups[self.C[idx]])], 1)
 
+    def seen_groups(self):
+        """(M,) which groups of the bank are a target here, or stand in a context where that is known."""
+        seen = np.zeros(len(self.bank.groups), bool)
+        seen[self.groups[self.rows >= 0]] = True
+        for a, b in spans(len(self.C) if self.indexed else 0, CHUNK):
+            seen[self.bank.groups[self.C[a:b][self.C[a:b] >= 0]]] = True
+        return seen
+
 def open_contexts(path, bank_path, name):
     """A Split that can only read contexts, for a loader process: the trainer has checked the files."""
     split, bank = object.__new__(Split), object.__new__(Bank)
@@ -457,6 +493,22 @@ def exact_search(queries, bank, k, find, whole, tick):
         ids[a:b] = rows
     return ids
 
+def open_ivf(faiss, path, bank, tick):
+    """An inverted file of the bank in 8 bits a number, made once and then mapped."""
+    if not os.path.exists(path):
+        lists, D = max(1, int(len(bank) ** 0.5)), bank.shape[1]
+        index = faiss.IndexIVFScalarQuantizer(faiss.IndexFlatIP(D), D, lists, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
+        index.cp.min_points_per_centroid = 1
+        index.train(unit_rows(bank[::max(1, len(bank) // (64 * lists))]))
+        for a, b in spans(len(bank), CHUNK):
+            tick("search")
+            index.add(unit_rows(bank[a:b]))
+        faiss.write_index(index, path + ".tmp")
+        os.replace(path + ".tmp", path)
+    index = faiss.read_index(path, faiss.IO_FLAG_MMAP)
+    index.nprobe = 32
+    return index
+
 def run_search_job(path):
     import faiss
     job, parent = json.loads(Path(path).read_text()), os.getppid()
@@ -465,9 +517,19 @@ def run_search_job(path):
     def tick(_phase):
         if os.getppid() != parent:                           # the trainer is gone
             sys.exit(1)
-    ids = exact_search(np.load(job["queries"], mmap_mode="r"), open_npz(job["bank"])[0]["vectors"], job["k"],
-                       lambda q, piece, k: faiss.knn(q, piece, k, metric=faiss.METRIC_INNER_PRODUCT), True, tick)
-    np.save(job["ids"], ids)
+
+    def find(q, piece, k):
+        return faiss.knn(q, piece, k, metric=faiss.METRIC_INNER_PRODUCT)
+    queries, bank, k = np.load(job["queries"], mmap_mode="r"), open_npz(job["bank"])[0]["vectors"], job["k"]
+    if job["ivf"]:
+        index, k = open_ivf(faiss, job["ivf"], bank, tick), min(k, len(bank))
+        ids = np.concatenate([index.search(np.array(queries[a:b]), k)[1] for a, b in spans(len(queries), 2048) if not tick("search")])
+        sample = np.arange(0, len(queries), max(1, len(queries) // 256))
+        exact = exact_search(queries[sample], bank, k, find, True, tick)
+        np.save(job["recall"], np.mean([np.isin(a, b).mean() for a, b in zip(exact, ids[sample])]))
+    else:
+        ids = exact_search(queries, bank, k, find, True, tick)
+    np.save(job["ids"], ids.astype(np.int32))
     return 0
 
 def end_without_torch():
@@ -481,7 +543,7 @@ def end_without_torch():
         sys.exit(2)
 
 if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")          # libgomp: with its long spin, two trainers on two cores stand still
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")         # libgomp: with its long spin, two trainers on two cores stand still
     end_without_torch()
 
 # -----------------------------------------------------------------------------
@@ -493,14 +555,51 @@ from torch import nn  # noqa: E402
 
 BASELINES = {"last": 0.0, "exp 0.3": 0.3, "exp 0.5": 0.5, "exp 0.7": 0.7, "exp 0.9": 0.9, "mean": 1.0}
 
+def keep_freed_memory():
+    """glibc gives a large freed buffer back to the kernel, and the next one comes page by page, a tenth of a step; let it keep all it can."""
+    with contextlib.suppress(OSError, AttributeError):       # not glibc
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD, at its highest
+        libc.mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
+
+class Buffers:
+    """The larger ones, kept by us and used again."""
+    free = []
+
+    @classmethod
+    def take(cls, shape, like):
+        n = int(np.prod(shape))
+        for i, b in enumerate(cls.free):
+            if b.dtype == like.dtype and n <= b.numel() <= 2 * n:
+                return cls.free.pop(i)[:n].view(shape)
+        return like.new_empty(shape)
+
+    @classmethod
+    def give(cls, *buffers):
+        cls.free = (cls.free + [b.view(-1) for b in buffers])[-6:]
+
+def time_bf16(device):
+    """How many times as fast as in fp32 a multiplication is in bf16 here."""
+    best = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, times = torch.ones(1024, 1024, dtype=dtype, device=device), []
+        for _ in range(4):
+            started = time.perf_counter()
+            (a @ a)[0, 0].item()                             # waits for the device
+            times.append(time.perf_counter() - started)
+        best[dtype] = min(times)
+    return best[torch.float32] / best[torch.bfloat16]
+
 def align(x):
     """(B, L, D) with all-zero rows anywhere -> unit rows at the end of a shorter sequence, and which of them are valid."""
-    valid = (x != 0).any(-1)                                              # (B, L)
+    norms = torch.linalg.vector_norm(x, dim=-1)                           # (B, L)
+    valid = norms != 0                                                    # NaN is no padding
     if (valid[:, :-1] & ~valid[:, 1:]).any():                             # padding behind a vector: move it to the front
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)
-        x, valid = x.gather(1, order[:, :, None].expand_as(x)), valid.gather(1, order)
+        x, norms, valid = x.gather(1, order[:, :, None].expand_as(x)), norms.gather(1, order), valid.gather(1, order)
     longest = int(valid.sum(1).max())
-    return F.normalize(x[:, -longest:], dim=-1), valid[:, -longest:]      # (B, L', D), (B, L')
+    x = x[:, -longest:] / norms[:, -longest:, None].clamp_min(1e-12)
+    return x, valid[:, -longest:]                                         # (B, L', D), (B, L')
 
 def decay_weights(decay, L):
     """(L,) by age: a vector weighs `decay` times the one after it. 0 is the last one alone, 1 the mean."""
@@ -516,12 +615,74 @@ def roll(h, by):
     at = (torch.arange(h.shape[1], device=h.device) + by[:, None]) % h.shape[1]                        # (B, L)
     return h.gather(1, at[:, :, None].expand_as(h))
 
+class BothWays(torch.autograd.Function):
+    """One GRU layer on the CPU, both directions in each multiplication, weight gradients in one at the end.
+
+    x (2, L, B, D) has each direction in its own time, padded (2, L, B) or None says where the state stands still; w_in (2, 3H, D) with
+    gates n r z, w_state (2, 3H, H) with gates r z n, biases alike -> states (2, L, B, H) and the sum (2, B, H) of those that are not padding, in fp32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx, x, padded, w_in, w_state, b_in, b_state):
+        (_, L, B, D), H = x.shape, w_state.shape[2]
+        gates = Buffers.take((2, L, B, 4 * H), x)                         # n, r, z, and the state's part of n
+        for k in range(2):
+            torch.mm(x[k].view(L * B, D), w_in[k].T, out=gates.view(2, L * B, 4 * H)[k, :, :3 * H])
+        live = None if padded is None else (~padded)[..., None].to(x.dtype)              # (2, L, B, 1)
+        if padded is not None:
+            gates[..., 2 * H:3 * H][padded] = 1e4                         # z is 1 there
+        b_n, b_rz, b_s = b_in[:, None, :H], (b_in[:, H:] + b_state[:, :2 * H])[:, None], b_state[:, None, 2 * H:]
+        h, total, step = Buffers.take((2, L + 1, B, H), x), x.new_zeros(2, B, H, dtype=torch.promote_types(x.dtype, torch.float32)), x.new_empty(2, B, 3 * H)
+        h[:, 0] = 0
+        for t in range(L):
+            n, r, z, s = gates[:, t].split(H, 2)                          # (2, B, H) each
+            torch.bmm(h[:, t], w_state.transpose(1, 2), out=step)
+            gates[:, t, :, H:3 * H].add_(step[:, :, :2 * H]).add_(b_rz).sigmoid_()
+            torch.add(step[:, :, 2 * H:], b_s, out=s)
+            n.add_(b_n).addcmul_(r, s).tanh_()
+            torch.sub(h[:, t], n, out=h[:, t + 1]).mul_(z).add_(n)
+            total += h[:, t + 1] if live is None else h[:, t + 1] * live[:, t]
+        if not any(ctx.needs_input_grad):
+            Buffers.give(gates)
+        ctx.save_for_backward(x, w_in, w_state)
+        ctx.gates, ctx.h, ctx.live = gates, h, live
+        ctx.set_materialize_grads(False)
+        return h[:, 1:], total
+
+    @staticmethod
+    def backward(ctx, d_states, d_total):
+        """Each step turns its gates into their gradients, in place."""
+        (x, w_in, w_state), gates, h, live = ctx.saved_tensors, ctx.gates, ctx.h, ctx.live
+        _, L, B, H = h[:, 1:].shape
+        each, d_bias = torch.zeros_like(h[:, 0]) if d_total is None else d_total.to(x.dtype), torch.zeros(2, 4 * H, dtype=torch.promote_types(h.dtype, torch.float32))
+        dh, a, b = torch.zeros_like(h[:, 0]), torch.empty_like(h[:, 0]), torch.empty_like(h[:, 0])     # (2, B, H)
+        for t in range(L - 1, -1, -1):
+            n, r, z, s = gates[:, t].split(H, 2)
+            dh += each if live is None else each * live[:, t]
+            if d_states is not None:
+                dh += d_states[:, t]
+            torch.sub(h[:, t], n, out=a).mul_(dh).mul_(z)                 # dh (h - n) z
+            dh -= torch.mul(dh, z, out=b)                                 # dh (1 - z); b is what goes straight to the state before
+            torch.addcmul(a, a, z, value=-1, out=z)                       # z's gradient
+            torch.addcmul(dh, torch.mul(dh, n, out=a), n, value=-1, out=n)                              # n's
+            torch.mul(n, s, out=a).mul_(r)
+            torch.mul(n, r, out=s)                                        # the state's part of n
+            torch.addcmul(a, a, r, value=-1, out=r)                       # r's
+            torch.bmm(gates[:, t, :, H:], w_state, out=dh).add_(b)
+            d_bias += gates[:, t].sum(1)
+        flat = gates.view(2, L * B, 4 * H)
+        d_in = torch.stack([flat[k, :, :3 * H].T @ x[k].view(L * B, -1) for k in range(2)])
+        d_state = torch.stack([flat[k, :, H:].T @ h[k, :-1].view(L * B, H) for k in range(2)])
+        d_x = torch.bmm(flat[:, :, :3 * H], w_in).view_as(x) if ctx.needs_input_grad[0] else None      # a lower layer's states
+        Buffers.give(gates, h)                                            # whoever used the states has had its gradient before
+        return d_x, None, d_in, d_state, d_bias[:, :3 * H], d_bias[:, H:]
+
 class QueryTower(nn.Module):
     """Bidirectional recurrent encoder of up to L vectors; with a residual it starts as the weighted context, exactly."""
 
-    def __init__(self, D, L, cfg):
+    def __init__(self, D, L, cfg, dtype=None):
         super().__init__()
-        self.pool, self.residual = cfg.pool, cfg.residual
+        self.pool, self.residual, self.dtype = cfg.pool, cfg.residual, dtype           # of the recurrence; None = as the weights
         cell, H = {"gru": nn.GRU, "lstm": nn.LSTM}[cfg.cell], cfg.hidden_dim
         sizes = [D] + [2 * H] * (cfg.num_layers - 1)
         self.ahead = nn.ModuleList(cell(size, H, batch_first=True) for size in sizes)
@@ -535,18 +696,39 @@ class QueryTower(nn.Module):
             self.log_factors = nn.Parameter(torch.zeros(L))
             self.turn = nn.Parameter(torch.eye(D))
 
-    def forward(self, x):
-        x, valid = align(x)                                               # (B, L, D), (B, L)
-        h, padding = x, (~valid).sum(1)
-        padded = bool(padding.any())
-        for ahead, back in zip(self.ahead, self.back):                    # each direction meets its padding last, so it changes nothing
+    def recur(self, x, padding):
+        """Pooled states (B, 2H), by torch's own cells. Each direction meets its padding last, so it changes nothing."""
+        h, padded = x, bool(padding.any())
+        for ahead, back in zip(self.ahead, self.back):
             one = ahead(roll(h, padding) if padded else h)[0]             # (B, L, H)
             h = torch.cat([roll(one, -padding) if padded else one, back(h.flip(1))[0].flip(1)], -1)    # (B, L, 2H)
         if self.pool == "mean":
-            pooled = (h * valid[:, :, None]).sum(1) / valid.sum(1, keepdim=True)                       # (B, 2H)
-        else:                                                             # the last state of each direction
-            one, two = h.chunk(2, -1)
-            pooled = torch.cat([one[:, -1], two[torch.arange(len(h), device=h.device), padding]], -1)
+            valid = torch.arange(h.shape[1], device=h.device) >= padding[:, None]                      # (B, L)
+            return (h * valid[:, :, None]).sum(1) / valid.sum(1, keepdim=True)
+        one, two = h.chunk(2, -1)                                         # the last state of each direction
+        return torch.cat([one[:, -1], two[torch.arange(len(h), device=h.device), padding]], -1)
+
+    def recur_both_ways(self, x, padding):
+        """The same by BothWays, where a state stands still in padding: at zero before the first vector, as it is after the last one."""
+        L, padded, h = x.shape[1], None, None
+        if padding.any():
+            time = torch.arange(L)[:, None]
+            padded = torch.stack([time < padding, time >= L - padding])   # (2, L, B)
+        x, dtype = x.transpose(0, 1).to(self.dtype or x.dtype), self.dtype or x.dtype                # (L, B, D)
+        for ahead, back in zip(self.ahead, self.back):
+            H, both = ahead.hidden_size, (ahead, back)
+            x = x if h is None else torch.cat([h[0], h[1].flip(0)], -1)   # (L, B, D or 2H)
+            weights = [torch.stack(w).to(dtype) for w in ([c.weight_ih_l0.roll(H, 0) for c in both], [c.weight_hh_l0 for c in both],
+                                                               [c.bias_ih_l0.roll(H, 0) for c in both], [c.bias_hh_l0 for c in both])]
+            h, total = BothWays.apply(torch.stack([x, x.flip(0)]), padded, *weights)
+        pooled = total / (L - padding)[:, None] if self.pool == "mean" else h[:, -1].to(total.dtype)   # (2, B, H)
+        return torch.cat([pooled[0], pooled[1]], -1)                      # (B, 2H)
+
+    def forward(self, x):
+        x, valid = align(x)                                               # (B, L, D), (B, L)
+        fast = x.device.type == "cpu" and isinstance(self.ahead[0], nn.GRU)
+        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype is not None and not fast):
+            pooled = (self.recur_both_ways if fast else self.recur)(x, (~valid).sum(1)).to(x.dtype)
         q = self.project(pooled)                                          # (B, D)
         if self.residual == "exp":
             q = q + weighted_context(x, valid, self.weights)
@@ -560,9 +742,9 @@ class QueryTower(nn.Module):
 class MemoryBank(nn.Module):
     """A ring. Documents have no parameters, so a checkpoint keeps pair numbers and the vectors are read again."""
 
-    def __init__(self, size, D):
+    def __init__(self, size, D, dtype=None):
         super().__init__()
-        self.register_buffer("vectors", torch.zeros(size, D), persistent=False)          # (size, D)
+        self.register_buffer("vectors", torch.zeros(size, D, dtype=dtype), persistent=False)           # (size, D)
         self.register_buffer("pairs", torch.full((size,), -1, dtype=torch.long))         # (size,)  -1 = empty slot
         self.register_buffer("head", torch.zeros((), dtype=torch.long))
 
@@ -582,7 +764,7 @@ class MemoryBank(nn.Module):
     def refill(self, split):
         vectors, pairs = self.filled()
         for a, b in spans(len(pairs), CHUNK):
-            vectors[a:b] = torch.from_numpy(split.positives(pairs[a:b]))
+            vectors[a:b] = torch.from_numpy(split.positives(pairs[a:b]))                 # in the bank's own dtype
 
 # -----------------------------------------------------------------------------
 # loss: InfoNCE over one set of negatives that all micro-batches of a step share
@@ -602,42 +784,157 @@ class ColumnMask:
         columns = self.order[np.repeat(left, count) + np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)]
         scores[..., torch.from_numpy(rows).to(scores.device), torch.from_numpy(columns).to(scores.device)] = value
 
-# what the queries of one optimizer step are compared with: by kind, vectors (n, D) and their groups (n,); and the mask of them all
-Negatives = collections.namedtuple("Negatives", "blocks groups mask")
+def projection(D):
+    """(D, k) orthonormal columns. Two vectors are never farther apart after it than before."""
+    return torch.linalg.qr(torch.randn(D, min(D, 64), generator=torch.Generator().manual_seed(0)))[0]
+
+def find_near(d, v, projected, threshold):
+    """Which v (n, D) have a cosine to d (B, D) above the threshold -> (B, n). Whole vectors are compared only where their projections are as near."""
+    p = d @ projected[0]                                                  # (B, k)
+    near = torch.addmm(-(projected[1] ** 2).sum(1) / 2, p, projected[1].T) > ((p ** 2).sum(1) / 2 - (1 - threshold) - 1e-3)[:, None]
+    rows, columns = near.nonzero(as_tuple=True)
+    if len(rows) > near.numel() // 50:                                    # on data this close the projection does not pay
+        return d.to(v.dtype) @ v.T > threshold
+    near[rows, columns] = (d[rows] * v[columns]).sum(1) > threshold
+    return near
+
+# what the queries of one optimizer step are compared with: by kind, vectors (n, D), their groups (n,) and (projection, projected vectors);
+# and the mask of them all
+Negatives = collections.namedtuple("Negatives", "blocks groups projected mask")
 
 def collect_negatives(d, window, memory, mined, train, cfg, key):
     """The shared set: positives of the window, memory bank, random bank rows, rows mined for the window's pairs."""
-    bank, (stored, pairs) = train.bank, memory.filled()
+    bank, (stored, pairs), like = train.bank, memory.filled(), memory.vectors
     drawn = np.random.default_rng([cfg.seed, 1, *key]).integers(len(bank.vectors), size=cfg.bank_negatives)
     hard = np.unique(mined[window]) if mined is not None else np.empty(0, np.int64)
-    blocks, groups = {"window": d, "memory": stored}, {"window": train.groups[window], "memory": train.groups[pairs]}
+    blocks, groups = {"window": d.to(like.dtype), "memory": stored}, {"window": train.groups[window], "memory": train.groups[pairs]}
     for name, rows in (("bank", drawn), ("mined", hard[hard >= 0])):
-        blocks[name], groups[name] = torch.from_numpy(bank.documents(rows)).to(d.device), bank.groups[rows]
-    return Negatives(blocks, groups, ColumnMask(np.concatenate(list(groups.values()))))
+        blocks[name], groups[name] = torch.from_numpy(bank.documents(rows)).to(like), bank.groups[rows]
+    down = projection(d.shape[1]).to(d)
+    return Negatives(blocks, groups, {name: (down, (v @ down.to(v.dtype)).to(d)) for name, v in blocks.items()},
+                     ColumnMask(np.concatenate(list(groups.values()))))
+
+class SoftmaxLoss(torch.autograd.Function):
+    """Sum over queries of log(sum of exp(scores / tau)) - positive / tau, the positive among the scores. One buffer (B, N), in fp32, is the
+    scores, then their exponentials, which are the gradient."""
+
+    @staticmethod
+    def forward(ctx, q, positive, blocks, masked, tau):
+        scores = q.new_empty(masked.shape)
+        for v, part in zip(blocks, scores.split([len(v) for v in blocks], 1)):
+            part.copy_(q.to(v.dtype) @ v.T)
+        highest = torch.maximum(scores.masked_fill_(masked, float("-inf")).amax(1), positive) if len(scores.T) else positive     # (B,)
+        scores.sub_(highest[:, None]).mul_(1 / tau).exp_()
+        own = ((positive - highest) / tau).exp()
+        total = scores.sum(1) + own
+        ctx.save_for_backward(scores, own, total, *blocks)
+        ctx.tau = tau
+        return (total.log() - own.log()).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        scores, own, total, *blocks = ctx.saved_tensors
+        parts = scores.split([len(v) for v in blocks], 1)
+        d_q = sum((part.to(v.dtype) @ v).to(part.dtype) for v, part in zip(blocks, parts))                    # (B, D)
+        scale = grad / ctx.tau
+        return d_q * (scale / total)[:, None], (own / total - 1) * scale, None, None, None
 
 def info_nce(q, d, negatives, forbidden, cfg, counts):
     """Queries (B, D), their positives (B, D) -> the sum of their losses. The margin is in cosines, before tau."""
-    vectors = negatives.blocks.values()
-    scores = torch.cat([q @ v.T for v in vectors], 1)                     # (B, N)
-    with torch.no_grad():
-        masked = torch.cat([d @ v.T for v in vectors], 1) > (cfg.filter_threshold if cfg.filter_threshold < 1 else 2)
-        negatives.mask.apply(masked, forbidden, True)                     # (B, N)
-        for name, part in zip(negatives.blocks, masked.split([len(v) for v in vectors], 1)):
-            out, before = int(part.sum()), counts.get(name, (0, 0))
-            counts[name] = [before[0] + part.numel() - out, before[1] + out]
-    positive = (q * d).sum(1, keepdim=True) - cfg.margin                  # (B, 1)
-    logits = torch.cat([positive, scores.masked_fill(masked, float("-inf"))], 1) / cfg.tau             # (B, 1 + N)
-    return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device), reduction="sum")
+    blocks = list(negatives.blocks.values())
+    if cfg.filter_threshold < 1:
+        masked = torch.cat([find_near(d, v, negatives.projected[name], cfg.filter_threshold) for name, v in negatives.blocks.items()], 1)   # (B, N)
+    else:
+        masked = torch.zeros(len(q), len(negatives.mask.order), dtype=torch.bool, device=q.device)
+    negatives.mask.apply(masked, forbidden, True)
+    for name, part in zip(negatives.blocks, masked.split([len(v) for v in blocks], 1)):
+        out, before = part.count_nonzero(), counts.get(name, (0, 0))
+        counts[name] = [before[0] + part.numel() - out, before[1] + out]                               # used, masked
+    return SoftmaxLoss.apply(q, (q * d).sum(1) - cfg.margin, blocks, masked, cfg.tau)
 
 # -----------------------------------------------------------------------------
 # mining: hard negatives for each pair, found at the start of an epoch
 
+def ignore_interrupts(_worker):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)             # Ctrl-C goes to the whole group; the trainer decides
+
+def load_batches(split, micro_batches, workers):
+    """Contexts (B, L, D) of each micro-batch, in order, the next one read while this one is used."""
+    if workers:
+        # spawn, not fork: a forked child of a process with OpenMP threads can wait forever in its first parallel region
+        yield from torch.utils.data.DataLoader(split, sampler=micro_batches, batch_size=None, num_workers=workers,
+                                               multiprocessing_context="spawn", worker_init_fn=ignore_interrupts)
+        return
+    with concurrent.futures.ThreadPoolExecutor(1) as reader:
+        following = collections.deque()
+        for idx in micro_batches:
+            following.append(reader.submit(split.__getitem__, idx))
+            if len(following) > 1:
+                yield torch.from_numpy(following.popleft().result())
+        if following:
+            yield torch.from_numpy(following.popleft().result())
+
 @torch.no_grad()
 def encode(tower, split, idx, run):
     """Queries of the pairs idx, block by block (b, D)."""
-    for a, b in spans(len(idx), 256):
+    for x in load_batches(split, [idx[a:b] for a, b in spans(len(idx), 128)], 0):
         run.tick("encode")
-        yield tower(torch.from_numpy(split[idx[a:b]]).to(run.device)).cpu().numpy()
+        yield tower(x.to(run.device)).cpu().numpy()
+
+BF16_ERROR = 2 ** -8 + 2 ** -9                              # of a cosine: both vectors rounded, then the result
+
+def unit_blocks(vectors, size, device):
+    """Mapped rows, `size` at a time -> (a, b, unit rows (b - a, D), their norms (b - a, 1))."""
+    for a, b in spans(len(vectors), size):
+        rows = torch.from_numpy(np.array(vectors[a:b])).to(device, torch.float32)
+        norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
+        yield a, b, rows.div_(norms), norms
+
+@torch.no_grad()
+def scan_search(queries, vectors, k, run):
+    """Top-k rows (n, k) by a scan in bf16 that passes on all that could be among them, which are then scored in fp32; and the few queries
+    for which that is not certain."""
+    M, k, unsure = len(vectors), min(k, len(vectors)), []
+    ids, every = np.empty((len(queries), k), np.int32), max(1, M // CHUNK)
+    with warnings.catch_warnings(action="ignore"):           # that it can't be written to
+        mapped = torch.from_numpy(vectors)
+    sample = torch.cat([v.to(torch.bfloat16) for _, _, v, _ in unit_blocks(vectors[::every], CHUNK, run.device)])
+    share = k * len(sample) / M
+    rank = k if every == 1 else min(len(sample), int(1.2 * share + 3 * share ** 0.5 + 3))
+    for first, last in spans(len(queries), CHUNK):
+        q = torch.from_numpy(np.array(queries[first:last])).to(run.device)
+        parts, norms = list(spans(last - first, 4096)), torch.empty(M)
+        half, bars, found = q.to(torch.bfloat16), [], [[] for _ in parts]
+        for a, b in parts:                                   # a score that somewhat more than k rows reach, going by the sample
+            run.tick("search")
+            bars.append((half[a:b] @ sample.T).topk(rank).values[:, -1:].float().sub(2 * BF16_ERROR).to(torch.bfloat16))
+        for c, d, documents, length in unit_blocks(vectors, 8192, run.device):
+            norms[c:d], documents = length[:, 0].cpu(), documents.to(torch.bfloat16)
+            for (a, b), bar, hits in zip(parts, bars, found):
+                run.tick("search")
+                scores = half[a:b] @ documents.T                                         # (b - a, d - c)
+                rows, columns = (scores >= bar).nonzero(as_tuple=True)
+                hits.append((rows.to(torch.int16).cpu(), (columns + c).to(torch.int32).cpu(), scores[rows, columns].cpu()))
+        for (a, b), bar, hits in zip(parts, bars, found):
+            rows, columns, scores = (torch.cat(x) for x in zip(*hits))
+            order = torch.from_numpy(np.argsort(rows.numpy(), kind="stable"))
+            rows, count = rows[order].long(), torch.bincount(rows.long(), minlength=b - a)
+            place = torch.arange(len(rows)) - (count.cumsum(0) - count)[rows]
+            shape = (b - a, max(k, int(count.max())))
+            table = torch.full(shape, float("-inf")).index_put_((rows, place), scores[order].float())
+            names = torch.zeros(shape, dtype=torch.int32).index_put_((rows, place), columns[order])
+            table, best = table.sort(1, descending=True)
+            names, lowest = names.gather(1, best), table[:, k - 1:k] - 2 * BF16_ERROR    # (b - a, 1) what the k-th best could be
+            unsure += (first + a + ((count < k) | (lowest < bar.float().cpu())[:, 0]).nonzero()[:, 0]).tolist()
+            for e, f in spans(b - a, 64):
+                run.tick("search")
+                width = max(k, int((table[e:f] >= lowest[e:f]).sum(1).max()))
+                near = names[e:f, :width].long()
+                documents = mapped.index_select(0, near.view(-1)).float().view(*near.shape, -1)        # (f - e, width, D)
+                exact = torch.bmm(documents, q[a + e:a + f, :, None].cpu())[:, :, 0] / norms[near]
+                exact[table[e:f, :width] == float("-inf")] = float("-inf")
+                ids[first + a + e:first + a + f] = near.gather(1, exact.topk(k).indices).numpy()
+    return ids, np.array(unsure, np.int64)
 
 def search_bank(blocks, n, k, bank, cfg, run):
     """Top-k bank rows of n queries, given in blocks (b, D) -> (ids (n, k), who found them). A worker that dies costs a line, not the run."""
@@ -654,10 +951,17 @@ def search_bank(blocks, n, k, bank, cfg, run):
         def find(q, piece, k):
             top = (torch.from_numpy(q).to(run.device) @ torch.from_numpy(piece).to(run.device).T).topk(k)
             return top.values.cpu().numpy(), top.indices.cpu().numpy()
-        if cfg.search == "torch":
-            return exact_search(queries, bank.vectors, k, find, False, run.tick), "torch"
-        job = {"bank": str(bank.path.resolve()), "queries": str(folder / "queries.npy"), "ids": str(folder / "ids.npy"), "k": k,
-               "threads": torch.get_num_threads()}
+        backend = cfg.search if cfg.search != "auto" else "bf16" if run.precision == "bf16" else "faiss"
+        if backend == "bf16":
+            ids, unsure = scan_search(queries, bank.vectors, k, run)
+            ids[unsure] = exact_search(queries[unsure], bank.vectors, k, find, False, run.tick)
+        if backend == "torch":
+            ids = exact_search(queries, bank.vectors, k, find, False, run.tick)
+        if backend in ("bf16", "torch"):
+            return ids, backend
+        job = {"bank": str(bank.path.resolve()), "k": k, "threads": torch.get_num_threads(),
+               "ivf": str(run.folder.resolve() / "index.ivf") if backend == "ivf" else None} | {
+                   name: str(folder / f"{name}.npy") for name in ("queries", "ids", "recall")}
         (folder / "job.json").write_text(json.dumps(job))
         with open(folder / "stderr", "w+") as errors:
             # a session of its own: Ctrl-C reaches the trainer alone, which then ends the worker
@@ -672,7 +976,8 @@ def search_bank(blocks, n, k, bank, cfg, run):
                 worker.kill()
                 worker.wait()
             if worker.returncode == 0:
-                return np.load(folder / "ids.npy"), "faiss"
+                recall = f", which found {100 * float(np.load(job['recall'])):.1f}% of the exact answer on a sample" if backend == "ivf" else ""
+                return np.load(job["ids"]), backend + recall
             errors.seek(0)
             how = signal.Signals(-worker.returncode).name if worker.returncode < 0 else f"exit code {worker.returncode}"
             why = (errors.read().strip().splitlines() or ["no message"])[-1]
@@ -683,13 +988,14 @@ def search_bank(blocks, n, k, bank, cfg, run):
 def mine_negatives(tower, train, rule, epoch, cfg, run):
     """(N, count) bank rows by pair, -1 where the window holds too few. Ranks count candidates only."""
     started, bank, N, let_through = time.time(), train.bank, len(train), 0
-    k = (rule.high if rule.kind == "rank" else 256) + 8 + train.C.shape[1]               # more than asked for: some are no candidates
+    no_candidates = 8 + train.forbidden(np.arange(1), cfg.keep_context).shape[1]         # some of what is found, with its duplicates
+    k = (rule.high if rule.kind == "rank" else 256) + no_candidates
     ids, backend = search_bank(encode(tower, train, np.arange(N), run), N, k, bank, cfg, run)
     mined = np.full((N, rule.count), -1, np.int32)
     for a, b in spans(N, 64):
         run.tick("mine")
         pairs, rows = np.arange(a, b), ids[a:b]                                          # (n, k)
-        allowed = ~(bank.groups[rows][:, :, None] == train.forbidden(pairs, cfg.keep_context)[:, None, :]).any(2)
+        allowed = (rows >= 0) & ~(bank.groups[rows][:, :, None] == train.forbidden(pairs, cfg.keep_context)[:, None, :]).any(2)      # -1: IVF found no more
         if rule.kind == "rank":                              # near-duplicates are looked for among twice what is needed
             place = np.cumsum(allowed, 1)
             allowed &= (place >= rule.low) & (place <= rule.high)
@@ -721,8 +1027,8 @@ def count_ranks(queries, split, idx, keep_context, run):
     q = torch.from_numpy(queries).to(run.device)
     target = (q * torch.from_numpy(split.positives(idx)).to(run.device)).sum(-1)         # (m, n)
     above = torch.zeros_like(target, dtype=torch.long)
-    for a, b in spans(len(bank.vectors), CHUNK):
-        documents, mask = torch.from_numpy(bank.documents(slice(a, b))).to(run.device), ColumnMask(bank.groups[a:b])
+    for a, b, documents, _ in unit_blocks(bank.vectors, CHUNK, run.device):
+        mask = ColumnMask(bank.groups[a:b])
         for c, d in spans(n, max(1, 2 ** 24 // (len(q) * (b - a)))):
             run.tick("evaluate")
             scores = q[:, c:d] @ documents.T                                             # (m, d - c, b - a)
@@ -751,17 +1057,19 @@ def sample_validation(val, cfg):
 
 @torch.no_grad()
 def rank_baselines(val, idx, cfg, run):
-    queries = np.empty((len(BASELINES), len(idx), val.bank.vectors.shape[1]), np.float32)
+    """Ranks by name, for weighted contexts and the oracle, whose query is the answer: what it misses, nothing can find."""
+    queries = np.empty((len(BASELINES) + 1, len(idx), val.bank.vectors.shape[1]), np.float32)
     for a, b in spans(len(idx), 256):
         x, valid = align(torch.from_numpy(val[idx[a:b]]))
         for i, decay in enumerate(BASELINES.values()):
             queries[i, a:b] = weighted_context(x, valid, decay_weights(decay, x.shape[1])).numpy()
-    return dict(zip(BASELINES, count_ranks(queries, val, idx, cfg.keep_context, run)))
+        queries[-1, a:b] = val.positives(idx[a:b])
+    return dict(zip([*BASELINES, "oracle"], count_ranks(queries, val, idx, cfg.keep_context, run)))
 
 def judge(ranks, baselines, metric):
     """The tower's ranks against the best baseline's -> the fields of an eval event."""
     scores = {name: summarize(r) for name, r in baselines.items()}
-    best = max(scores, key=lambda name: scores[name][metric])
+    best = max(scores.keys() - {"oracle"}, key=lambda name: (scores[name][metric], name))
     difference = metric_values(ranks, metric) - metric_values(baselines[best], metric)
     interval = paired_interval(difference)
     return summarize(ranks) | {"baselines": scores, "best_baseline": best, "metric": metric, "difference": float(difference.mean()),
@@ -791,8 +1099,8 @@ def private_mb():
 class Run:
     """One run's folder. Without a folder (--dry-run) it only prints."""
 
-    def __init__(self, folder, cfg, device):
-        self.folder, self.device, self.progress, self.signum, self.bar = folder, device, Progress(), None, None
+    def __init__(self, folder, cfg, device, precision="fp32"):
+        self.folder, self.device, self.precision, self.progress, self.signum, self.bar = folder, device, precision, Progress(), None, None
         self.events, self.heartbeat, self.log, self.pending, self.beats, self.files = None, None, None, b"", 0, []
         self.fault = os.environ.get("TWOTOWER_FAULT")        # tests only: PHASE:STEP:FILE, run at that heartbeat
         if folder is None:
@@ -939,24 +1247,17 @@ def read_checkpoint(path, say):
 # -----------------------------------------------------------------------------
 # train: the step, the epoch, the run
 
-def ignore_interrupts(_worker):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)             # Ctrl-C goes to the whole group; the trainer decides
-
-def load_batches(split, micro_batches, workers):
-    """Contexts (B, L, D) of each micro-batch, in order."""
-    # spawn, not fork: a forked child of a process with OpenMP threads can wait forever in its first parallel region
-    more = {"multiprocessing_context": "spawn", "worker_init_fn": ignore_interrupts} if workers else {}
-    return iter(torch.utils.data.DataLoader(split, sampler=micro_batches, batch_size=None, num_workers=workers, **more))
-
 class Trainer:
     def __init__(self, cfg, run, train, val):
         self.cfg, self.run, self.train, self.val, self.progress = cfg, run, train, val, run.progress
         D, L = train.bank.vectors.shape[1], max(train.C.shape[1], val.C.shape[1])
+        dtype = torch.bfloat16 if run.precision == "bf16" else None
         torch.manual_seed(cfg.seed)
-        self.tower = QueryTower(D, L, cfg).to(run.device)
-        self.memory = MemoryBank(cfg.memory_bank_size, D).to(run.device)
-        self.optimizer = torch.optim.AdamW(self.tower.parameters(), lr=cfg.lr, weight_decay=cfg.wd)
+        self.tower = QueryTower(D, L, cfg, dtype).to(run.device)
+        self.memory = MemoryBank(cfg.memory_bank_size, D, dtype).to(run.device)
+        self.optimizer = torch.optim.AdamW(self.tower.parameters(), lr=cfg.lr, weight_decay=cfg.wd, fused=True)
         self.effective = cfg.bs * cfg.accum
+        self.micro = micro_batch(cfg, min(self.effective, len(train)), L, D, run.device, run.precision)
         self.steps_per_epoch = -(-len(train) // self.effective)
         self.total = min(cfg.epochs * self.steps_per_epoch, cfg.max_steps or sys.maxsize)
         self.eval_idx = sample_validation(val, cfg)
@@ -977,6 +1278,9 @@ class Trainer:
             require(free > need, f"{run.folder}: {free:.1f} MB are free, checkpoints need about {need:.1f} MB; make room, or give another --out")
             self.save(required=True)                         # before hours are spent: the disk takes a checkpoint
         while p.epoch <= self.cfg.epochs and (p.updates < self.total or p.position):     # or: trained, and not judged yet
+            if self.cfg.patience and p.epoch - 1 - p.best_epoch >= self.cfg.patience:
+                run.say(f"stop   | {self.cfg.metric} has not risen for {self.cfg.patience} evaluations")
+                break
             self.epoch()
         self.save(required=True)
 
@@ -988,7 +1292,7 @@ class Trainer:
         p.mined = p.mined if rule else None
         order = np.random.default_rng([cfg.seed, 0, p.epoch]).permutation(len(self.train))[p.position:]
         windows = [order[a:b] for a, b in spans(len(order), self.effective)][:max(0, self.total - p.updates)]
-        batches = load_batches(self.train, [w[a:b] for w in windows for a, b in spans(len(w), cfg.bs)], cfg.workers)
+        batches = load_batches(self.train, [w[a:b] for w in windows for a, b in spans(len(w), self.micro)], cfg.workers)
         with tqdm(total=self.steps_per_epoch, initial=self.steps_per_epoch - len(windows), desc=f"epoch {p.epoch}", leave=False,
                   disable=not sys.stderr.isatty()) as bar:
             run.bar = None if bar.disable else bar
@@ -1013,7 +1317,7 @@ class Trainer:
         negatives = collect_negatives(d, window, self.memory, mined, self.train, cfg, (p.epoch, p.position))
         total, counts = torch.zeros((), device=run.device), {}
         self.optimizer.zero_grad()
-        for a, b in spans(len(window), cfg.bs):
+        for a, b in spans(len(window), self.micro):
             run.beat("load")
             x = next(batches).to(run.device)                                             # (B, L, D)
             run.beat("forward")
@@ -1022,14 +1326,15 @@ class Trainer:
             (loss / len(window)).backward()                  # by what the window holds: the last one may be shorter
             total += loss.detach()
         grad_norm = nn.utils.clip_grad_norm_(self.tower.parameters(), cfg.grad_clip or float("inf"))
-        if not (total.isfinite() and grad_norm.isfinite()):  # nothing has changed yet: bank, schedule and checkpoint never see it
-            return self.skip_step("gradient" if total.isfinite() else "loss", window, negatives)
+        total, grad_norm = torch.stack([total, grad_norm]).tolist()       # the step's one wait for the device
+        if not np.isfinite([total, grad_norm]).all():        # nothing has changed yet: bank, schedule and checkpoint never see it
+            return self.skip_step("gradient" if np.isfinite(total) else "loss", window, negatives)
         run.beat("step")
         self.optimizer.step()
         self.memory.push(d, torch.from_numpy(window).to(run.device))
-        p.updates, p.bad_in_row, p.loss_sum, p.loss_pairs = p.updates + 1, 0, p.loss_sum + float(total), p.loss_pairs + len(window)
-        p.counts = {name: [x + y for x, y in zip(new, p.counts.get(name, (0, 0)))] for name, new in counts.items()}
-        self.tell_step(float(total) / len(window), float(grad_norm), rate, time.time() - started, len(window))
+        p.updates, p.bad_in_row, p.loss_sum, p.loss_pairs = p.updates + 1, 0, p.loss_sum + total, p.loss_pairs + len(window)
+        p.counts = {name: [int(x) + y for x, y in zip(new, p.counts.get(name, (0, 0)))] for name, new in counts.items()}
+        self.tell_step(total / len(window), grad_norm, rate, time.time() - started, len(window))
 
     def skip_step(self, what, window, negatives):
         self.optimizer.zero_grad()
@@ -1115,13 +1420,14 @@ class Trainer:
 def resume_command(folder):
     return f"python train_twotower_v4.py --resume {folder}"
 
-def describe(cfg, device):
-    """What bits depend on besides the flags: the machine, and the content of the data files."""
-    files = {f"{name}_{what}": value for name in ("pairs", "bank")
+def describe_files(cfg):
+    return {f"{name}_{what}": value for name in ("pairs", "bank")
              for what, value in (("hash", fingerprint(getattr(cfg, name))), ("bytes", os.path.getsize(getattr(cfg, name))))}
-    machine = {"version": VERSION, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-               "platform": platform.platform(), "device_used": device, "precision": "fp32", "threads_used": torch.get_num_threads()}
-    return files, machine
+
+def describe_machine(device, precision):
+    """What bits depend on besides the flags and the data."""
+    return {"version": VERSION, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+               "platform": platform.platform(), "device_used": device, "precision_used": precision, "threads_used": torch.get_num_threads()}
 
 def is_finished(folder):
     """Whether the last start of a run ended with all of it done."""
@@ -1185,35 +1491,44 @@ def resolve_targets(split, cfg, run):
     run.say(f"data   | {len(missing):,} of {len(split):,} rows of {split.target_key} equal no bank row: {known.sum():,} have a near-duplicate there, "
             f"{(~known).sum():,} are documents of their own")
 
-def tell_plan(trainer):
+def tell_plan(trainer, gain):
     """What this run is going to be, before it costs anything."""
     cfg, run, train, val = trainer.cfg, trainer.run, trainer.train, trainer.val
     (M, D), L, W = train.bank.vectors.shape, train.C.shape[1], min(trainer.effective, len(train))
     weights = sum(w.numel() for w in trainer.tower.parameters())
+    reach = sum(learning_rate(cfg, u, trainer.total) for u in range(trainer.total))        # Adam moves a weight by about the rate
+    gain_text = f" (--precision bf16 multiplies {gain:.1f} times as fast here)" if run.precision == "fp32" and gain > 1.1 else ""
     mined = W * max((r.count for r in parse_schedule(cfg.mine_schedule, cfg.epochs) if r.first <= cfg.epochs), default=0) * (not cfg.no_mining)
     columns = W + cfg.memory_bank_size + cfg.bank_negatives + mined
-    memory = 4 * (4 * weights + D * columns + cfg.bs * (L * (2 * D + 20 * cfg.hidden_dim * cfg.num_layers) + 6 * columns)) / 1e9 + 0.3
+    size = 2 if run.precision == "bf16" else 4
+    states = trainer.micro * L * (12 * D + 10 * size * cfg.hidden_dim * cfg.num_layers)
+    memory = (16 * weights + size * D * columns + states + trainer.micro * 9 * columns) / 1e9 + 0.3
     run.say(f"data   | {len(train):,} training and {len(val):,} validation pairs, {'indexed' if train.indexed else 'dense'}, {L} x {D} | "
             f"bank {M:,} rows, {M - len(train.bank.keys):,} equal to an earlier one")
     run.say(f"tower  | {cfg.cell}, {cfg.num_layers} x {cfg.hidden_dim} each way, pool {cfg.pool}, residual {cfg.residual} | {weights:,} parameters | "
-            f"{run.device}, fp32, {torch.get_num_threads()} threads")
-    run.say(f"plan   | {cfg.bs} x {cfg.accum} = {trainer.effective} pairs a step | {trainer.total:,} updates, {trainer.steps_per_epoch:,} an epoch | "
-            f"learning rates sum to {sum(learning_rate(cfg, u, trainer.total) for u in range(trainer.total)):.3g}")
+            f"{run.device}, {run.precision}, {torch.get_num_threads()} threads{gain_text}")
+    run.say(f"plan   | {cfg.bs} x {cfg.accum} = {trainer.effective} pairs a step | {trainer.total:,} updates, {cfg.epochs} epochs of {trainer.steps_per_epoch:,} | "
+            f"learning rates sum to {reach:.3g}")
+    if reach < (need := (3 if cfg.residual == "none" else 0.3) / cfg.hidden_dim ** 0.5):
+        run.say(f"plan   | warning: no weight can move farther than that, and this tower needs about {need:.2g}: it will stay near where it starts; "
+                "give more --epochs, a higher --lr, or fewer pairs a step")
     run.say(f"plan   | negatives a query up to {W - 1:,} window + {cfg.memory_bank_size:,} memory + {cfg.bank_negatives:,} bank + {mined:,} mined | "
             f"memory about {memory:.1f} GB private | disk about {trainer.disk_bytes() / 1e9:.2f} GB")
-    if shared := int(np.isin(val.groups, train.groups[train.rows >= 0]).sum()):
-        run.say(f"data   | warning: {shared:,} of {len(val):,} validation targets are training targets too; the result flatters the tower")
+    if shared := int(train.seen_groups()[val.groups[val.rows >= 0]].sum()):
+        run.say(f"data   | warning: {shared:,} of {len(val):,} validation targets stand in training pairs too; the result flatters the tower, "
+                "split by document")
 
-def dry_run(cfg, device):
+def dry_run(cfg, device, gain):
     """Check, plan, and time three steps of a tower that is thrown away."""
     with tempfile.TemporaryDirectory(prefix="twotower.") as cache:
-        run, times = Run(None, cfg, device), []
+        run, times = Run(None, cfg, device, precision_rules(cfg.precision, device, gain)), []
         train, val = open_data(cfg, Path(cache))
+        cfg = set_epochs(cfg, len(train))
         trainer = Trainer(cfg, run, train, val)
-        tell_plan(trainer)
+        tell_plan(trainer, gain)
         for _ in range(3):
             started, window = time.time(), np.arange(min(trainer.effective, len(train)))
-            trainer.step(window, load_batches(train, [window[a:b] for a, b in spans(len(window), cfg.bs)], 0))
+            trainer.step(window, load_batches(train, [window[a:b] for a, b in spans(len(window), trainer.micro)], 0))
             times.append(time.time() - started)
         run.say(f"plan   | {1000 * np.median(times):.0f} ms a step: {np.median(times) * trainer.total / 60:.1f} minutes of steps, evaluation and mining "
                 f"not counted | {private_mb():,.0f} MB private now")
@@ -1227,12 +1542,15 @@ def tell_end(run, cfg):
     if not last["above_baseline"]:
         run.say(f"done   | this tower is not above the baseline {last['best_baseline']}: use that, or train longer")
 
-def start_run(cfg, device):
+def start_run(cfg, device, gain):
     """Train in a folder of its own, and record how it ended."""
-    (files, machine), trainer = describe(cfg, device), None
+    files, trainer, precision = describe_files(cfg), None, precision_rules(cfg.precision, device, gain)
     train, val = open_data(cfg)                              # before the folder: bad input leaves none behind
+    cfg = set_epochs(cfg, len(train))
     folder, checkpoint, line = choose_folder(cfg, files)
-    run = Run(folder, cfg, device)
+    if checkpoint and cfg.precision == "auto":               # as the run was begun, whatever the timing says today
+        precision = read_config(checkpoint.parent.parent / "config.yaml").get("precision_used", precision)
+    run, machine = Run(folder, cfg, device, precision), describe_machine(device, precision)
     run.say(line)
     try:
         for split in (train, val):
@@ -1246,7 +1564,7 @@ def start_run(cfg, device):
         with mendable(folder, "make room, then start this again", OSError):
             write_config(folder / "config.yaml", vars(cfg) | {"out": str(folder), "resume": ""} | files | machine)
         run.event("start", phase="load", pid=os.getpid(), resumed=bool(checkpoint), argv=sys.argv[1:], **machine)
-        tell_plan(trainer)
+        tell_plan(trainer, gain)
         trainer.fit()
         tell_end(run, cfg)
         return 0
@@ -1272,7 +1590,8 @@ def main(argv=None):
             print(f"train: warning: {warning}", file=sys.stderr)
         if cfg.threads:
             torch.set_num_threads(cfg.threads)
-        return dry_run(cfg, device) if cfg.dry_run else start_run(cfg, device)
+        keep_freed_memory()
+        return (dry_run if cfg.dry_run else start_run)(cfg, device, time_bf16(device) if device != "mps" else 0)
     except UserError as e:
         print(f"train: {e}", file=sys.stderr)
         return 2

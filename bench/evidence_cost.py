@@ -35,10 +35,8 @@ class Meter:
         return result
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="timed steps of each kind [%(default)s]")
-    args = parser.parse_args()
+def measure(steps):
+    """Steps with and without evidence, as many of each -> seconds of a step (on, off), and of the evidence in one."""
     import numpy as np
 
     import check_crash_cause as check
@@ -56,9 +54,9 @@ def main():
         window = np.arange(trainer.effective)
         beat, event = Meter(run, "beat"), Meter(run, "event")
         times = {True: [], False: []}
-        for i in range(2 * args.steps + 4):
+        for i in range(2 * steps + 4):
             on = i % 2 == 0
-            batches = t.load_batches(train, [window[a:b] for a, b in t.spans(len(window), cfg.bs)], 0)
+            batches = t.load_batches(train, [window[a:b] for a, b in t.spans(len(window), trainer.micro)], 0)
             run.beat, run.event = (beat, event) if on else (lambda phase: None, lambda name, **fields: None)
             started = time.thread_time()
             trainer.step(window, batches)
@@ -71,13 +69,23 @@ def main():
             evidence.sample(os.getpid())
         look = (time.thread_time() - started) / 10          # seconds a look; there is one each second
         shutil.rmtree(evidence.temporary)
-    on, off = (float(np.median(times[k])) for k in (True, False))
-    steps = len(times[True]) + 2
-    share = (beat.seconds + event.seconds) / steps / off
-    print(f"step of {trainer.effective} pairs, {cfg.accum} micro-batches: {1000 * off:.1f} ms without evidence, ratio with / without {on / off:.4f} (medians)")
-    print(f"heartbeats: {beat.calls / steps:.0f} a step, {1e6 * beat.seconds / beat.calls:.1f} us each, {beat.seconds / steps / off:.5f} of a step")
-    print(f"events: {event.calls / steps:.1f} a step, {1e6 * event.seconds / max(1, event.calls):.1f} us each, {event.seconds / steps / off:.5f} of a step")
-    print(f"supervisor: {1000 * look:.1f} ms of another core each second, {look:.5f} of the time")
+        run.close()
+    n = steps + 2                                            # steps with evidence
+    return {"pairs": trainer.effective, "micro_batches": -(-trainer.effective // trainer.micro), "on": float(np.median(times[True])),
+            "off": float(np.median(times[False])), "beats": beat.calls / n, "beat_seconds": beat.seconds / n, "events": event.calls / n,
+            "event_seconds": event.seconds / n, "look": look}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="timed steps of each kind [%(default)s]")
+    m = measure(parser.parse_args().steps)
+    on, off, beat, event = m["on"], m["off"], m["beat_seconds"], m["event_seconds"]
+    share = (beat + event) / off
+    print(f"step of {m['pairs']} pairs, {m['micro_batches']} micro-batches: {1000 * off:.1f} ms without evidence, ratio with / without {on / off:.4f} (medians)")
+    print(f"heartbeats: {m['beats']:.0f} a step, {1e6 * beat / m['beats']:.1f} us each, {beat / off:.5f} of a step")
+    print(f"events: {m['events']:.1f} a step, {1e6 * event / max(1, m['events']):.1f} us each, {event / off:.5f} of a step")
+    print(f"supervisor: {1000 * m['look']:.1f} ms of another core each second, {m['look']:.5f} of the time")
     print(f"evidence in the trainer / step: {share:.5f} ({'under' if share < 0.01 else 'NOT under'} 0.01)")
     return share >= 0.01
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 SMALL = ["--hidden-dim", "16", "--bs", "8", "--accum", "4", "--memory-bank-size", "300", "--bank-negatives", "64", "--epochs", "2",
-         "--warmup-steps", "2", "--mine-schedule", "1-1:none;2-:4@r2-20", "--threads", "1", "--log-dir", "none"]
+         "--warmup-steps", "2", "--mine-schedule", "1-1:none;2-:4@r2-20", "--threads", "1", "--precision", "fp32", "--log-dir", "none"]
 
 
 class Lab:

@@ -50,6 +50,30 @@ def test_device_rules_for_mps_hold_on_any_machine():
         T.device_rules("mps", 1, {"cuda"})
 
 
+def test_epochs_are_enough_for_few_pairs_and_few_for_many():
+    assert [T.set_epochs(config(), n).epochs for n in (1_000, 10_000, 25_000, 1_000_000)] == [75, 8, 4, 3]
+    assert T.set_epochs(config(bs=24, accum=4), 25_000).epochs == 3 and T.set_epochs(config(epochs=30), 1_000).epochs == 30
+    with pytest.raises(T.UserError, match="gap"):
+        T.set_epochs(config(mine_schedule="1-5:none"), 1_000)
+
+
+def test_precision_is_bf16_where_it_pays_and_never_on_mps():
+    assert T.precision_rules("auto", "cpu", 4.0) == "bf16" and T.precision_rules("auto", "cpu", 1.2) == "fp32"
+    assert T.precision_rules("auto", "mps", 4.0) == "fp32" and T.precision_rules("fp32", "cpu", 4.0) == "fp32"
+    assert T.precision_rules("bf16", "cpu", 0.5) == "bf16"
+    with pytest.raises(T.UserError, match="MPS"):
+        T.precision_rules("bf16", "mps", 4.0)
+
+
+def test_micro_batch_is_the_flag_on_mps_and_even_parts_that_fit_on_the_cpu():
+    for bs, accum in ((8, 64), (32, 16), (512, 1)):
+        cfg = config(bs=bs, accum=accum)
+        assert T.micro_batch(cfg, 512, 100, 768, "mps", "fp32") == bs
+        assert T.micro_batch(cfg, 512, 100, 768, "cpu", "fp32") == 128 and T.micro_batch(cfg, 512, 100, 768, "cpu", "bf16") == 171
+    assert T.micro_batch(config(memory_bank_size=500), 512, 10, 16, "cpu", "fp32") == 512
+    assert T.micro_batch(config(hidden_dim=8192), 512, 4000, 1024, "cpu", "fp32") == 1
+
+
 @pytest.mark.parametrize("flags", [["--help"], ["--version"], ["--bs", "0"], ["--no-such-flag"]])
 def test_answers_before_torch_is_imported(flags):
     code = f"import sys, runpy; sys.argv = ['train_twotower_v4.py'] + {flags!r}\ntry: runpy.run_path({str(ROOT / 'train_twotower_v4.py')!r}, run_name='__main__')\n" \

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 import check_crash_cause as check  # noqa: E402
 
 PYTHON = str(ROOT / ".venv/bin/python")
-FLAGS = ("--log-dir none --epochs 2 --hidden-dim 8 --threads 1 --bs 8 --accum 2 --ckpt-seconds 0 --memory-bank-size 256 --bank-negatives 32 "
+FLAGS = ("--precision fp32 --log-dir none --epochs 2 --hidden-dim 8 --threads 1 --bs 8 --accum 2 --ckpt-seconds 0 --memory-bank-size 256 --bank-negatives 32 "
          "--mine-schedule 1-:none").split()
 # what may be said instead of a class when stderr or the exit status is lost: less, but nothing else
 WEAKER = {"openmp_duplicate": {"abort"}, "heap_corruption": {"abort"}, "native_out_of_memory": {"abort"}, "openmp_masked": {"ok"},
@@ -707,7 +707,7 @@ def test_launcher_goes_on_by_itself_after_kill_9(tmp_path, data):
     environment = os.environ | {"PAIRS": str(data / "pairs.npz"), "BANK": str(data / "bank.npz"), "TWOTOWER_FAULT": f"load:3:{tmp_path / 'slow.py'}"}
     process = subprocess.Popen([suite / "launch_v4_cpu.sh", *FLAGS], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     run = suite / "runs/v4_cpu"
-    wait_for(lambda: (check.read_beats(run) or [{}])[-1].get("step") == 3)
+    wait_for(lambda: [(check.read_beats(run) or [{}])[-1].get(key) for key in ("step", "phase")] == [3, "load"])     # saved, and asleep
     os.kill(check.read_beats(run)[-1]["pid"], signal.SIGKILL)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and "done   |" in out

@@ -19,7 +19,7 @@ def data(lab, **flags):
 
 def make_trainer(lab, **flags):
     cfg, train, val = data(lab, **flags)
-    return T.Trainer(cfg, T.Run(None, cfg, "cpu"), train, val)
+    return T.Trainer(cfg, T.Run(None, cfg, "cpu", "bf16" if cfg.precision == "bf16" else "fp32"), train, val)
 
 
 def fill(trainer, pairs):
@@ -105,6 +105,7 @@ def test_margin_is_in_cosines_before_the_temperature(lab):
 
 def gradient(lab, bs, accum, window, **flags):
     trainer = make_trainer(lab, bs=bs, accum=accum, grad_clip=0.0, **flags)
+    trainer.micro = bs                                                    # as on a device where --bs is what is encoded at a time
     torch.nn.init.normal_(trainer.tower.project.weight, std=0.1, generator=torch.Generator().manual_seed(1))
     fill(trainer, np.arange(200))
     trainer.progress.mined = torch.from_numpy(np.random.default_rng(1).integers(0, 500, size=(len(trainer.train), 4)))
@@ -138,6 +139,28 @@ def test_shorter_last_window_is_divided_by_what_it_holds(lab):
     assert float((short - whole).norm() / whole.norm()) < 1e-5
 
 
+@pytest.mark.parametrize("close", [False, True])
+def test_near_duplicates_found_by_projection_equal_brute_force(close):
+    """Also where all vectors are so close that the projection does not help."""
+    g = torch.Generator().manual_seed(0)
+    v = torch.randn(400, 200, generator=g)
+    v = v * 0.1 + torch.randn(200, generator=g) if close else v
+    v[200:260] = v[:60] + 0.1 * torch.randn(60, 200, generator=g)         # some on both sides of the threshold
+    v = torch.nn.functional.normalize(v, dim=-1)
+    down, d = T.projection(200), v[:50]
+    for threshold in (0.9, 0.98, 0.995):
+        expected = (d.double() @ v.double().T) > threshold
+        assert torch.equal(T.find_near(d, v, (down, v @ down), threshold), expected) and expected.sum() >= 50
+
+
+def test_bf16_gradient_is_near_the_fp32_one(lab):
+    window = np.random.default_rng(2).permutation(300)[:256]
+    whole, _ = gradient(lab, 256, 1, window)
+    half, trainer = gradient(lab, 256, 1, window, precision="bf16")
+    assert trainer.memory.vectors.dtype == torch.bfloat16 and all(p.dtype == torch.float32 for p in trainer.tower.parameters())
+    assert 0 < float((half - whole).norm() / whole.norm()) < 0.03
+
+
 def test_gradient_equals_finite_differences(lab):
     trainer = make_trainer(lab, margin=0.05, hidden_dim=4)
     tower = trainer.tower.double()
@@ -145,7 +168,8 @@ def test_gradient_equals_finite_differences(lab):
     window = np.arange(12)
     d = torch.from_numpy(trainer.train.positives(window))
     negatives = T.collect_negatives(d, window, trainer.memory, None, trainer.train, trainer.cfg, (1, 0))
-    negatives = negatives._replace(blocks={k: v.double() for k, v in negatives.blocks.items()})
+    negatives = negatives._replace(blocks={k: v.double() for k, v in negatives.blocks.items()},
+                                   projected={k: (a.double(), b.double()) for k, (a, b) in negatives.projected.items()})
     x = torch.from_numpy(trainer.train[window]).double()
 
     def loss():
@@ -206,7 +230,7 @@ def test_skipped_step_changes_nothing_and_names_the_rows(lab, capsys):
     trainer.train.bank.vectors = x
     before = {k: v.clone() for k, v in trainer.tower.state_dict().items()}
     window = np.arange(20, 52)
-    trainer.step(window, T.load_batches(trainer.train, [window[:16], window[16:]], 0))
+    trainer.step(window, T.load_batches(trainer.train, [window], 0))
     said = capsys.readouterr().out
     assert "C_train[37]" in said and "non-finite loss" in said
     assert all(torch.equal(before[k], v) for k, v in trainer.tower.state_dict().items())

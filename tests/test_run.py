@@ -271,7 +271,7 @@ def test_run_folder_holds_what_the_design_says(lab, whole):
     step, evaluation = lab.events("whole", "step")[0], lab.events("whole", "eval")[-1]
     assert {"loss", "grad_norm", "lr", "pairs_per_s", "mem_mb"} <= set(step)
     assert {"recall@1", "recall@10", "recall@100", "recall@500", "recall@1000", "mrr", "median_rank", "baselines"} <= set(evaluation)
-    assert set(evaluation["baselines"]) == set(T.BASELINES) and "recall@500" in evaluation["baselines"]["last"]
+    assert set(evaluation["baselines"]) == {*T.BASELINES, "oracle"} and "recall@500" in evaluation["baselines"]["last"]
     best = max(lab.events("whole", "eval"), key=lambda e: e["recall@500"])
     assert T.summarize(torch.from_numpy(np.load(run / "ranks_val.npy")))["recall@500"] == pytest.approx(best["recall@500"])
     beats = [line for line in (run / "crash" / "heartbeat").read_text().splitlines() if line.strip()]
@@ -284,12 +284,37 @@ def test_log_file_has_the_lines_of_the_terminal(lab):
     assert [line[9:] for line in log.read_text().splitlines()] == done.stdout.splitlines()
 
 
-def test_shared_targets_of_train_and_validation_are_warned_of(lab, tmp_path):
+@pytest.mark.parametrize("as_target", [True, False])
+def test_validation_document_that_leaks_into_training_is_warned_of(lab, tmp_path, as_target):
     pairs = dict(np.load(lab.pairs))
-    pairs["T_val"][:3] = pairs["T_train"][:3]
+    if as_target:
+        pairs["T_val"][:3] = pairs["T_train"][:3]
+    else:
+        pairs["C_train"][5, -3:] = pairs["T_val"][:3]
     np.savez(tmp_path / "pairs.npz", **pairs)
-    done = lab.train("--dry-run", "--pairs", tmp_path / "pairs.npz")
-    assert "warning: 3 of 54 validation targets are training targets too" in done.stdout
+    assert "warning: 3 of 54 validation targets stand in training pairs too" in lab.train("--dry-run", "--pairs", tmp_path / "pairs.npz").stdout
+    assert "validation targets stand" not in lab.train("--dry-run").stdout
+
+
+def test_patience_ends_a_run_that_does_not_get_better(lab):
+    done = lab.train("--out", "patient", "--epochs", "9", "--patience", "2", "--lr", "1e-9", "--lr-min", "0")
+    assert done.returncode == 0 and "recall@500 has not risen for 2 evaluations" in done.stdout
+    assert [e["epoch"] for e in lab.events("patient", "eval")] == [1, 2, 3] and lab.events("patient", "end")[-1]["status"] == "done"
+
+
+def test_budget_that_can_not_move_the_weights_is_warned_of(lab):
+    assert "no weight can move farther" in lab.train("--dry-run", "--lr", "5e-5", "--lr-min", "0", "--residual", "none").stdout
+    assert "no weight can move farther" not in lab.train("--dry-run", "--epochs", "300").stdout
+
+
+def test_precision_chosen_by_timing_is_kept_when_a_run_goes_on(lab):
+    done = lab.train("--out", "auto", "--precision", "auto", "--max-steps", "3")
+    used = T.read_config(lab.folder / "auto" / "config.yaml")["precision_used"]
+    other = {"bf16": "fp32", "fp32": "bf16"}[used]
+    text = (lab.folder / "auto" / "config.yaml").read_text()
+    (lab.folder / "auto" / "config.yaml").write_text(text.replace(f'precision_used: "{used}"', f'precision_used: "{other}"'))
+    done = lab.train("--resume", "auto", "--max-steps", "5")
+    assert done.returncode == 0 and f"cpu, {other}," in done.stdout, done.stdout + done.stderr
 
 
 def test_demo_tower_beats_every_baseline(lab):

@@ -46,6 +46,35 @@ def test_faiss_worker_and_torch_search_equal_brute_force(tmp_path, dtype, normal
     assert not list(tmp_path.glob("search.*")), "a search leaves nothing behind"
 
 
+@pytest.mark.parametrize("n_near", [0, 300])
+def test_bf16_scan_finds_the_same_rows_as_brute_force(tmp_path, n_near, monkeypatch):
+    """Also where the sample that sets the bar misleads: the nearest rows stand where it does not look."""
+    data = T.unit_rows(vectors(20_000, 24, 0))
+    queries = T.unit_rows(vectors(50, 24, 1))
+    data[1:2 * n_near:2] = T.unit_rows(queries[:1] + 0.1 * vectors(n_near, 24, 2))
+    np.savez(tmp_path / "bank.npz", vectors=data)
+    monkeypatch.setattr(T, "CHUNK", 1000)
+    _, cfg, run = setup(tmp_path / "..", M=10)
+    bank, run.folder = T.Bank(tmp_path / "bank.npz"), tmp_path
+    scores = queries.astype(np.float64) @ data.astype(np.float64).T
+    expected = np.argsort(-scores, 1)[:, :30]
+    found, backend = search(queries, 30, bank, dataclasses.replace(cfg, search="bf16"), run)
+    assert backend == "bf16" and (found == expected).mean() > 0.999
+    assert search(queries, 25_000, bank, dataclasses.replace(cfg, search="bf16"), run)[0].shape == (50, 20_000)
+
+
+def test_ivf_search_says_how_much_of_the_exact_answer_it_found(tmp_path):
+    bank, cfg, run = setup(tmp_path, M=30_000, search="ivf")
+    queries = T.unit_rows(vectors(300, 24, 1))
+    expected = np.argsort(-(queries @ T.unit_rows(bank.vectors).T), 1)[:, :30]
+    found, backend = search(queries, 30, bank, cfg, run)
+    recall = np.mean([np.isin(a, b).mean() for a, b in zip(expected, found)])
+    assert backend == f"ivf, which found {100 * recall:.1f}% of the exact answer on a sample" and 0.5 < recall < 1
+    made = (tmp_path / "index.ivf").stat().st_mtime_ns
+    assert (search(queries, 30, bank, cfg, run)[0] == found).all() and (tmp_path / "index.ivf").stat().st_mtime_ns == made
+    assert 300 * 20_000 > (search(queries, 20_000, bank, cfg, run)[0] < 0).sum() > 0, "lists that hold fewer leave -1"
+
+
 def test_worker_that_is_killed_costs_a_line_and_the_answer_is_the_same(tmp_path, capsys):
     bank, cfg, run = setup(tmp_path, M=60_000)
     queries = T.unit_rows(vectors(3000, 24, 1))

@@ -63,8 +63,8 @@ def test_descriptor_limit_is_raised_where_it_is_lower(suite):
 
 
 def test_launchers_hold_the_documented_configurations(suite):
-    expected = {"launch_v4_cpu.sh": "--device cpu --bs 32 --accum 16", "launch_v4_mps_safe.sh": "--device mps --bs 24 --accum 4",
-                "launch_v4_mps_no_accum.sh": "--device mps --bs 16 --accum 1 --epochs 5 --no-mining"}
+    expected = {"launch_v4_cpu.sh": "--device cpu --precision fp32 --bs 32 --accum 16", "launch_v4_mps_safe.sh": "--device mps --precision fp32 --bs 24 --accum 4",
+                "launch_v4_mps_no_accum.sh": "--device mps --precision fp32 --bs 16 --accum 1 --epochs 5 --no-mining"}
     for name, flags in expected.items():
         launch(suite, name, "--version")
         assert flags in started(suite)

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 SOTU = ROOT.parent / "shared" / "data" / "sotu"
 pytestmark = pytest.mark.skipif(not SOTU.exists(), reason="the real data set ../shared/data/sotu is not beside this checkout")
-FEW = ["--epochs", "1", "--max-steps", "3", "--hidden-dim", "32", "--no-mining", "--eval-queries", "50", "--log-dir", "none"]
+FEW = ["--precision", "fp32", "--epochs", "1", "--max-steps", "3", "--hidden-dim", "32", "--no-mining", "--eval-queries", "50", "--log-dir", "none"]
 
 
 def train(folder, *flags):

@@ -45,6 +45,24 @@ def test_tower_equals_torch_bidirectional_layer(cell, layers):
 
 
 @pytest.mark.parametrize("pool", ["mean", "last"])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("padded", [False, True])
+def test_own_recurrence_equals_torch_gru_in_value_and_gradient(pool, layers, padded):
+    tower = T.QueryTower(24, 30, config(num_layers=layers, hidden_dim=20, pool=pool, residual="none"))
+    x, valid = T.align(sequences(6, 30, 24, [30, 3, 1, 17, 30, 29] if padded else None))
+    weight, found = torch.randn(6, 40, generator=torch.Generator().manual_seed(2)), []
+    for recur in (tower.recur, tower.recur_both_ways):
+        tower.zero_grad()
+        pooled = recur(x, (~valid).sum(1))
+        (pooled * weight).sum().backward()
+        found.append([pooled.detach()] + [p.grad for p in tower.parameters() if p.grad is not None])
+    assert len(found[0]) == 1 + 8 * layers
+    assert float((found[0][0] - found[1][0]).abs().max()) < 1e-6
+    for one, two in zip(*found):
+        assert float((one - two).norm() / one.norm()) < 2e-6
+
+
+@pytest.mark.parametrize("pool", ["mean", "last"])
 @pytest.mark.parametrize("residual", ["exp", "learned", "none"])
 def test_padding_changes_nothing_wherever_it_stands(pool, residual):
     tower = T.QueryTower(8, 12, config(hidden_dim=6, pool=pool, residual=residual, num_layers=2))
