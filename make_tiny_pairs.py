@@ -330,16 +330,17 @@ def make_from_text(args):
     write_npz(Path(args.out) / "bank.npz", {"vectors": Pieces((len(sentences), first.shape[1]), np.dtype(np.float16), itertools.chain([first], blocks))})
     groups = trainer.Bank(Path(args.out) / "bank.npz").groups
     (train_targets, train_starts), (targets, starts) = targets_of(train), targets_of(val)
-    fresh = ~np.isin(groups[targets], groups[train_targets])                         # what was an answer in training is no test
+    seen = np.concatenate([groups[start:stop] for start, stop in train])
+    fresh = ~np.isin(groups[targets], seen)                                          # what stands in a training document is no test
     if not fresh.any():
-        raise trainer.UserError(f"{args.out}: each target held out equals one to train on; are these different documents?")
+        raise trainer.UserError(f"{args.out}: each target held out equals a sentence to train on; are these different documents?")
     arrays = {}
     for name, T, first in (("train", train_targets, train_starts), ("val", targets[fresh], starts[fresh])):
         arrays |= {f"C_{name}": Pieces((len(T), args.context), np.dtype(np.int32), contexts(T, first, args.context)), f"T_{name}": T.astype(np.int32)}
     write_npz(Path(args.out) / "pairs.npz", arrays)
     write_file(Path(args.out) / "sentences.txt", "".join(f"{s}\n" for s in sentences).encode())
     print(f"{Path(args.out) / 'sentences.txt'}: {len(sentences):,} sentences of {len(texts):,} documents; {len(val):,} held out, "
-          f"without {int((~fresh).sum()):,} targets that training has too")
+          f"without {int((~fresh).sum()):,} targets that stand in training documents too")
 
 
 def parse_args(argv):
