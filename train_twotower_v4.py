@@ -24,6 +24,7 @@ import fcntl
 import hashlib
 import io
 import json
+import math
 import os
 import platform
 import re
@@ -562,6 +563,12 @@ def keep_freed_memory():
         libc.mallopt(-3, 2 ** 25)                            # M_MMAP_THRESHOLD, at its highest
         libc.mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
 
+def give_back_memory():
+    """What was freed and kept, to the kernel: between two phases that need memory of different sizes."""
+    Buffers.free.clear()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
 class Buffers:
     """The larger ones, kept by us and used again."""
     free = []
@@ -572,11 +579,12 @@ class Buffers:
         for i, b in enumerate(cls.free):
             if b.dtype == like.dtype and n <= b.numel() <= 2 * n:
                 return cls.free.pop(i)[:n].view(shape)
+        cls.free.clear()                                     # other shapes now
         return like.new_empty(shape)
 
     @classmethod
     def give(cls, *buffers):
-        cls.free = (cls.free + [b.view(-1) for b in buffers])[-6:]
+        cls.free += [b.view(-1) for b in buffers]
 
 def time_bf16(device):
     """How many times as fast as in fp32 a multiplication is in bf16 here."""
@@ -891,56 +899,71 @@ def encode(tower, split, idx, run):
         yield tower(x.to(run.device)).cpu().numpy()
 
 BF16_ERROR = 2 ** -8 + 2 ** -9                              # of a cosine: both vectors rounded, then the result
+SCAN = 8192                                                 # bank rows of one multiplication
+
+def as_tensor(mapped):
+    """A mapped array as a tensor, without a copy; only to be read."""
+    with warnings.catch_warnings(action="ignore"):           # that it can't be written to
+        return torch.from_numpy(mapped)
 
 def unit_blocks(vectors, size, device):
-    """Mapped rows, `size` at a time -> (a, b, unit rows (b - a, D), their norms (b - a, 1))."""
+    """Mapped rows, `size` at a time -> (a, b, unit rows (b - a, D) in the same memory each time, their norms (b - a, 1))."""
+    unit = torch.empty(min(size, len(vectors)), vectors.shape[1], device=device)
     for a, b in spans(len(vectors), size):
-        rows = torch.from_numpy(np.array(vectors[a:b])).to(device, torch.float32)
+        rows = as_tensor(vectors[a:b]).to(device, torch.float32)
         norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
-        yield a, b, rows.div_(norms), norms
+        yield a, b, torch.div(rows, norms, out=unit[:b - a]), norms
+
+def find_above(scores, bar):
+    """Where scores (n, Q) reach bar (Q,) -> rows, columns, scores. Groups of 16 rows are looked at by their highest one first."""
+    size = math.gcd(len(scores), 16)
+    grouped = scores.view(-1, size, len(bar))
+    group, column = (grouped.amax(1) >= bar).nonzero(as_tuple=True)
+    found = grouped[group, :, column]                                                    # (hits, size)
+    hit, member = (found >= bar[column, None]).nonzero(as_tuple=True)
+    return group[hit] * size + member, column[hit], found[hit, member]
 
 @torch.no_grad()
 def scan_search(queries, vectors, k, run):
     """Top-k rows (n, k) by a scan in bf16 that passes on all that could be among them, which are then scored in fp32; and the few queries
     for which that is not certain."""
     M, k, unsure = len(vectors), min(k, len(vectors)), []
-    ids, every = np.empty((len(queries), k), np.int32), max(1, M // CHUNK)
-    with warnings.catch_warnings(action="ignore"):           # that it can't be written to
-        mapped = torch.from_numpy(vectors)
+    ids, every, mapped = np.empty((len(queries), k), np.int32), max(1, M // CHUNK), as_tensor(vectors)
     sample = torch.cat([v.to(torch.bfloat16) for _, _, v, _ in unit_blocks(vectors[::every], CHUNK, run.device)])
     share = k * len(sample) / M
     rank = k if every == 1 else min(len(sample), int(1.2 * share + 3 * share ** 0.5 + 3))
     for first, last in spans(len(queries), CHUNK):
         q = torch.from_numpy(np.array(queries[first:last])).to(run.device)
-        parts, norms = list(spans(last - first, 4096)), torch.empty(M)
+        parts, norms = list(spans(last - first, 2048)), torch.empty(M)
         half, bars, found = q.to(torch.bfloat16), [], [[] for _ in parts]
+        scores, documents = half.new_empty(SCAN * 2048), half.new_empty(SCAN, q.shape[1])
         for a, b in parts:                                   # a score that somewhat more than k rows reach, going by the sample
             run.tick("search")
-            bars.append((half[a:b] @ sample.T).topk(rank).values[:, -1:].float().sub(2 * BF16_ERROR).to(torch.bfloat16))
-        for c, d, documents, length in unit_blocks(vectors, 8192, run.device):
-            norms[c:d], documents = length[:, 0].cpu(), documents.to(torch.bfloat16)
+            bars.append((half[a:b] @ sample.T).topk(rank).values[:, -1].float().sub(2 * BF16_ERROR).to(torch.bfloat16))
+        for c, d, unit, length in unit_blocks(vectors, SCAN, run.device):
+            norms[c:d], n = length[:, 0].cpu(), d - c
+            documents[:n] = unit
             for (a, b), bar, hits in zip(parts, bars, found):
                 run.tick("search")
-                scores = half[a:b] @ documents.T                                         # (b - a, d - c)
-                rows, columns = (scores >= bar).nonzero(as_tuple=True)
-                hits.append((rows.to(torch.int16).cpu(), (columns + c).to(torch.int32).cpu(), scores[rows, columns].cpu()))
+                rows, owners, reached = find_above(torch.mm(documents[:n], half[a:b].T, out=scores[:n * (b - a)].view(n, b - a)), bar)
+                hits.append((owners.to(torch.int16).cpu(), (rows + c).to(torch.int32).cpu(), reached.cpu()))
         for (a, b), bar, hits in zip(parts, bars, found):
-            rows, columns, scores = (torch.cat(x) for x in zip(*hits))
-            order = torch.from_numpy(np.argsort(rows.numpy(), kind="stable"))
-            rows, count = rows[order].long(), torch.bincount(rows.long(), minlength=b - a)
-            place = torch.arange(len(rows)) - (count.cumsum(0) - count)[rows]
+            owners, rows, reached = (torch.cat(x) for x in zip(*hits))
+            order = torch.from_numpy(np.argsort(owners.numpy(), kind="stable"))
+            owners, count = owners[order].long(), torch.bincount(owners.long(), minlength=b - a)
+            place = torch.arange(len(owners)) - (count.cumsum(0) - count)[owners]
             shape = (b - a, max(k, int(count.max())))
-            table = torch.full(shape, float("-inf")).index_put_((rows, place), scores[order].float())
-            names = torch.zeros(shape, dtype=torch.int32).index_put_((rows, place), columns[order])
+            table = torch.full(shape, float("-inf")).index_put_((owners, place), reached[order].float())
+            names = torch.zeros(shape, dtype=torch.int32).index_put_((owners, place), rows[order])
             table, best = table.sort(1, descending=True)
             names, lowest = names.gather(1, best), table[:, k - 1:k] - 2 * BF16_ERROR    # (b - a, 1) what the k-th best could be
-            unsure += (first + a + ((count < k) | (lowest < bar.float().cpu())[:, 0]).nonzero()[:, 0]).tolist()
-            for e, f in spans(b - a, 64):
+            unsure += (first + a + ((count < k) | (lowest[:, 0] < bar.float().cpu())).nonzero()[:, 0]).tolist()
+            for e, f in spans(b - a, 16):
                 run.tick("search")
                 width = max(k, int((table[e:f] >= lowest[e:f]).sum(1).max()))
                 near = names[e:f, :width].long()
-                documents = mapped.index_select(0, near.view(-1)).float().view(*near.shape, -1)        # (f - e, width, D)
-                exact = torch.bmm(documents, q[a + e:a + f, :, None].cpu())[:, :, 0] / norms[near]
+                whole = mapped.index_select(0, near.view(-1)).float().view(*near.shape, -1)            # (f - e, width, D)
+                exact = whole.mul_(q[a + e:a + f, None].cpu()).sum(2) / norms[near]
                 exact[table[e:f, :width] == float("-inf")] = float("-inf")
                 ids[first + a + e:first + a + f] = near.gather(1, exact.topk(k).indices).numpy()
     return ids, np.array(unsure, np.int64)
@@ -954,6 +977,7 @@ def search_bank(blocks, n, k, bank, cfg, run):
             for block in blocks:
                 f.write(block.tobytes())
         queries = np.load(folder / "queries.npy", mmap_mode="r")
+        give_back_memory()
         if run.device == "mps":
             torch.mps.empty_cache()
 
@@ -1033,6 +1057,7 @@ def count_ranks(queries, split, idx, keep_context, run):
     """(m, n, D) queries of m methods for the pairs idx -> (m, n) ranks: 1 + the candidates that score at least as high.
     Rows that equal the target do not count, rows of the context do not where they are known; a tie counts against the target."""
     bank, forbidden, n = split.bank, split.forbidden(idx, keep_context), len(idx)
+    give_back_memory()
     q = torch.from_numpy(queries).to(run.device)
     target = (q * torch.from_numpy(split.positives(idx)).to(run.device)).sum(-1)         # (m, n)
     above = torch.zeros_like(target, dtype=torch.long)
@@ -1299,6 +1324,7 @@ class Trainer:
         if rule and p.mined_epoch != p.epoch:
             p.mined, p.mined_epoch = torch.from_numpy(mine_negatives(self.tower, self.train, rule, p.epoch, cfg, run)), p.epoch
         p.mined = p.mined if rule else None
+        give_back_memory()
         order = np.random.default_rng([cfg.seed, 0, p.epoch]).permutation(len(self.train))[p.position:]
         windows = [order[a:b] for a, b in spans(len(order), self.effective)][:max(0, self.total - p.updates)]
         batches = load_batches(self.train, [w[a:b] for w in windows for a, b in spans(len(w), self.micro)], cfg.workers)
