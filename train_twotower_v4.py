@@ -906,19 +906,21 @@ def as_tensor(mapped):
     with warnings.catch_warnings(action="ignore"):           # that it can't be written to
         return torch.from_numpy(mapped)
 
-def unit_blocks(vectors, size, device):
+def unit_blocks(vectors, size, device, dtype=torch.float32):
     """Mapped rows, `size` at a time -> (a, b, unit rows (b - a, D) in the same memory each time, their norms (b - a, 1))."""
     unit = torch.empty(min(size, len(vectors)), vectors.shape[1], device=device)
+    out = unit.to(dtype)
     for a, b in spans(len(vectors), size):
-        rows = as_tensor(vectors[a:b]).to(device, torch.float32)
+        rows = unit[:b - a].copy_(as_tensor(vectors[a:b]))
         norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-12)
-        yield a, b, torch.div(rows, norms, out=unit[:b - a]), norms
+        yield a, b, out[:b - a].copy_(rows.div_(norms)), norms
 
 def find_above(scores, bar):
-    """Where scores (n, Q) reach bar (Q,) -> rows, columns, scores. Groups of 16 rows are looked at by their highest one first."""
+    """Where scores (n, Q) reach a positive bar (Q,) -> rows, columns, scores. Groups of 16 rows are looked at by their highest one first,
+    in integers: those of positive numbers are in the same order, those of negative ones below."""
     size = math.gcd(len(scores), 16)
     grouped = scores.view(-1, size, len(bar))
-    group, column = (grouped.amax(1) >= bar).nonzero(as_tuple=True)
+    group, column = (grouped.view(torch.int16).amax(1) >= bar.view(torch.int16)).nonzero(as_tuple=True)
     found = grouped[group, :, column]                                                    # (hits, size)
     hit, member = (found >= bar[column, None]).nonzero(as_tuple=True)
     return group[hit] * size + member, column[hit], found[hit, member]
@@ -929,23 +931,23 @@ def scan_search(queries, vectors, k, run):
     for which that is not certain."""
     M, k, unsure = len(vectors), min(k, len(vectors)), []
     ids, every, mapped = np.empty((len(queries), k), np.int32), max(1, M // CHUNK), as_tensor(vectors)
-    sample = torch.cat([v.to(torch.bfloat16) for _, _, v, _ in unit_blocks(vectors[::every], CHUNK, run.device)])
+    sample = torch.cat([v.clone() for _, _, v, _ in unit_blocks(vectors[::every], CHUNK, run.device, torch.bfloat16)])
     share = k * len(sample) / M
     rank = k if every == 1 else min(len(sample), int(1.2 * share + 3 * share ** 0.5 + 3))
     for first, last in spans(len(queries), CHUNK):
         q = torch.from_numpy(np.array(queries[first:last])).to(run.device)
         parts, norms = list(spans(last - first, 2048)), torch.empty(M)
         half, bars, found = q.to(torch.bfloat16), [], [[] for _ in parts]
-        scores, documents = half.new_empty(SCAN * 2048), half.new_empty(SCAN, q.shape[1])
+        memory = half.new_empty(SCAN * 2048)
         for a, b in parts:                                   # a score that somewhat more than k rows reach, going by the sample
             run.tick("search")
-            bars.append((half[a:b] @ sample.T).topk(rank).values[:, -1].float().sub(2 * BF16_ERROR).to(torch.bfloat16))
-        for c, d, unit, length in unit_blocks(vectors, SCAN, run.device):
-            norms[c:d], n = length[:, 0].cpu(), d - c
-            documents[:n] = unit
+            bars.append((half[a:b] @ sample.T).topk(rank).values[:, -1].float().sub(2 * BF16_ERROR).clamp_min(1e-3).to(torch.bfloat16))
+        for c, d, documents, length in unit_blocks(vectors, SCAN, run.device, torch.bfloat16):
+            norms[c:d] = length[:, 0].cpu()
             for (a, b), bar, hits in zip(parts, bars, found):
                 run.tick("search")
-                rows, owners, reached = find_above(torch.mm(documents[:n], half[a:b].T, out=scores[:n * (b - a)].view(n, b - a)), bar)
+                scores = memory[:(d - c) * (b - a)].view(d - c, b - a)
+                rows, owners, reached = find_above(torch.mm(documents, half[a:b].T, out=scores), bar)
                 hits.append((owners.to(torch.int16).cpu(), (rows + c).to(torch.int32).cpu(), reached.cpu()))
         for (a, b), bar, hits in zip(parts, bars, found):
             owners, rows, reached = (torch.cat(x) for x in zip(*hits))
@@ -1060,14 +1062,17 @@ def count_ranks(queries, split, idx, keep_context, run):
     give_back_memory()
     q = torch.from_numpy(queries).to(run.device)
     target = (q * torch.from_numpy(split.positives(idx)).to(run.device)).sum(-1)         # (m, n)
-    above = torch.zeros_like(target, dtype=torch.long)
+    above, size = torch.zeros_like(target, dtype=torch.long), max(1, 1024 // len(q))     # queries at a time
+    memory = q.new_empty(len(q) * min(size, n) * min(CHUNK, len(bank.vectors)))
     for a, b, documents, _ in unit_blocks(bank.vectors, CHUNK, run.device):
         mask = ColumnMask(bank.groups[a:b])
-        for c, d in spans(n, max(1, 2 ** 24 // (len(q) * (b - a)))):
+        for c, d in spans(n, size):
             run.tick("evaluate")
-            scores = q[:, c:d] @ documents.T                                             # (m, d - c, b - a)
+            scores = memory[:len(q) * (d - c) * (b - a)].view(len(q), d - c, b - a)
+            torch.mm(q[:, c:d].flatten(0, 1), documents.T, out=scores.flatten(0, 1))
             mask.apply(scores, forbidden[c:d], float("-inf"))
-            above[:, c:d] += (scores >= target[:, c:d, None]).sum(-1)
+            for e, f in spans(d - c, 64):                    # a sum makes integers of them first: of few, they stay in the cache
+                above[:, c + e:c + f] += (scores[:, e:f] >= target[:, c + e:c + f, None]).sum(-1)
     above[~target.isfinite()] = len(bank.vectors)            # NaN is above nothing, and must not look like rank 1
     return 1 + above.cpu()
 
