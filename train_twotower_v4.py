@@ -1083,11 +1083,11 @@ def metric_values(ranks, metric):
 def summarize(ranks):
     return {name: float(metric_values(ranks, name).mean()) for name in METRICS} | {"median_rank": float(ranks.double().quantile(0.5))}
 
-def paired_interval(difference, draws=2000):
-    """95% bootstrap interval of the mean of per-query differences."""
-    rng, difference = np.random.default_rng(0), difference.numpy()
-    means = [rng.choice(difference, len(difference)).mean() for _ in range(draws)]
-    return [float(v) for v in np.percentile(means, [2.5, 97.5])]
+def paired_interval(differences, draws=2000):
+    """95% bootstrap interval of the mean of per-query differences (n,), or of each column of (n, k)."""
+    rng, differences = np.random.default_rng(0), differences.numpy()
+    means = [differences[rng.integers(len(differences), size=len(differences))].mean(0) for _ in range(draws)]
+    return np.percentile(means, [2.5, 97.5], axis=0).T.tolist()
 
 def sample_validation(val, cfg):
     if not 0 < cfg.eval_queries < len(val):
@@ -1108,18 +1108,22 @@ def rank_baselines(val, idx, cfg, run):
 def judge(ranks, baselines, metric):
     """The tower's ranks against the best baseline's -> the fields of an eval event."""
     scores = {name: summarize(r) for name, r in baselines.items()}
-    best = max(scores.keys() - {"oracle"}, key=lambda name: (scores[name][metric], name))
-    difference = metric_values(ranks, metric) - metric_values(baselines[best], metric)
-    interval = paired_interval(difference)
-    return summarize(ranks) | {"baselines": scores, "best_baseline": best, "metric": metric, "difference": float(difference.mean()),
-                               "interval": interval, "above_baseline": interval[0] > 0}
+    best = {m: max(scores.keys() - {"oracle"}, key=lambda name: (scores[name][m], name)) for m in METRICS}
+    differences = torch.stack([metric_values(ranks, m) - metric_values(baselines[best[m]], m) for m in METRICS], 1)     # (n, metrics)
+    compared = {m: {"best_baseline": best[m], "difference": float(difference.mean()), "interval": interval, "above_baseline": interval[0] > 0}
+                for m, difference, interval in zip(METRICS, differences.T, paired_interval(differences))}
+    return summarize(ranks) | {"baselines": scores, "metric": metric, "compared": compared} | compared[metric]
+
+def difference_text(r, metric):
+    scale, unit = (1, ".4f") if metric == "mrr" else (100, ".1f")
+    difference, low, high = (scale * v for v in (r["compared"][metric]["difference"], *r["compared"][metric]["interval"]))
+    return f"{difference:+{unit}} [{low:+{unit}}, {high:+{unit}}]"
 
 def eval_line(epoch, r):
-    scale, unit = (1, ".4f") if r["metric"] == "mrr" else (100, ".1f")
-    low, high = (scale * v for v in r["interval"])
+    best = r["baselines"][r["best_baseline"]][r["metric"]]
     return (f"eval epoch {epoch:<5} | r@10 {100 * r['recall@10']:.1f} | r@500 {100 * r['recall@500']:.1f} | mrr {r['mrr']:.4f} | best baseline "
-            f"{r['metric'].replace('recall', 'r')} {scale * r['baselines'][r['best_baseline']][r['metric']]:{unit}} ({r['best_baseline']}) | "
-            f"{scale * r['difference']:+{unit}} [{low:+{unit}}, {high:+{unit}}]{'' if r['above_baseline'] else ' | not above the baseline yet'}")
+            f"{r['metric'].replace('recall', 'r')} {f'{best:.4f}' if r['metric'] == 'mrr' else f'{100 * best:.1f}'} ({r['best_baseline']}) | "
+            f"{difference_text(r, r['metric'])}{'' if r['above_baseline'] else ' | not above the baseline yet'}")
 
 # -----------------------------------------------------------------------------
 # guards and heartbeat: the run's folder, its lock, what it says and records, and how it is stopped
@@ -1576,11 +1580,13 @@ def dry_run(cfg, device, gain):
     return 0
 
 def tell_end(run, cfg):
-    p, last = run.progress, run.progress.history[-1]
+    p, best = run.progress, run.progress.history[run.progress.best_epoch - 1]
     run.event("end", status="done", best_epoch=p.best_epoch, best=p.best)
     run.say(f"done   | best epoch {p.best_epoch}, {cfg.metric} {p.best:.4f} | {run.folder / 'checkpoints' / 'best.pt'}")
-    if not last["above_baseline"]:
-        run.say(f"done   | this tower is not above the baseline {last['best_baseline']}: use that, or train longer")
+    run.say("done   | it, against the best baseline of each: " + " | ".join(f"{m.replace('recall', 'r')} {difference_text(best, m)}"
+                                                                        for m in ("recall@10", "recall@100", "recall@500", "mrr")))
+    if not best["above_baseline"]:
+        run.say(f"done   | this tower is not above the baseline {best['best_baseline']}: use that, or train longer")
 
 def start_run(cfg, device, gain):
     """Train in a folder of its own, and record how it ended."""

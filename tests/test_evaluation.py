@@ -57,6 +57,16 @@ def test_ranks_equal_brute_force_with_duplicates_and_context(lab, tmp_path, keep
         assert T.count_ranks(queries, val, idx, keep_context, Quiet()).tolist() == expected
 
 
+def test_ranks_do_not_depend_on_how_many_are_counted_at_a_time(lab, tmp_path):
+    cfg, _, val = open_lab(lab, tmp_path)
+    n, rng = 150, np.random.default_rng(0)
+    idx = np.arange(n) % len(val)
+    queries = T.unit_rows(rng.standard_normal((20 * n, 16)).astype(np.float32)).reshape(20, n, 16)
+    together = T.count_ranks(queries, val, idx, False, Quiet())
+    for m, i in ((0, 0), (3, 50), (7, 51), (11, 63), (12, 64), (19, n - 1)):               # on both sides of each seam
+        assert together[m, i] == T.count_ranks(queries[m:m + 1, i:i + 1], val, idx[i:i + 1], False, Quiet()).item()
+
+
 def test_a_query_that_says_nothing_or_nan_gets_the_worst_rank_not_the_best(lab, tmp_path):
     _, _, val = open_lab(lab, tmp_path)
     queries = np.stack([np.zeros((2, 16), np.float32), np.full((2, 16), np.nan, np.float32)])
@@ -102,6 +112,18 @@ def test_verdict_says_above_only_when_the_interval_excludes_zero():
         result = T.judge(ranks, {"worse": base * 3, "best": base}, "recall@500")
         assert result["best_baseline"] == "best" and result["above_baseline"] is above
         assert ("not above the baseline yet" in T.eval_line(1, result)) is not above
+
+
+def test_each_metric_is_compared_with_its_own_best_baseline():
+    base = np.r_[np.full(200, 5), np.full(200, 2000)]
+    steady, sharp = torch.from_numpy(np.full(400, 400)), torch.from_numpy(base)             # best at recall@500; best at mrr and recall@10
+    ranks = torch.from_numpy(np.r_[np.full(200, 1), np.full(150, 450), np.full(50, 2000)])
+    compared = T.judge(ranks, {"steady": steady, "sharp": sharp, "oracle": torch.ones(400).long()}, "mrr")["compared"]
+    assert compared["recall@500"]["best_baseline"] == "steady" and not compared["recall@500"]["above_baseline"]
+    assert compared["mrr"]["best_baseline"] == "sharp" and compared["mrr"]["above_baseline"]
+    assert compared["recall@500"]["difference"] == pytest.approx(-50 / 400)
+    alone = T.paired_interval(T.metric_values(ranks, "mrr") - T.metric_values(sharp, "mrr"))
+    assert compared["mrr"]["interval"] == pytest.approx(alone)
 
 
 def test_validation_sample_is_fixed_and_of_the_asked_size(lab, tmp_path):

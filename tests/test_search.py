@@ -46,17 +46,22 @@ def test_faiss_worker_and_torch_search_equal_brute_force(tmp_path, dtype, normal
     assert not list(tmp_path.glob("search.*")), "a search leaves nothing behind"
 
 
-@pytest.mark.parametrize("n_near", [0, 300])
-def test_bf16_scan_finds_the_same_rows_as_brute_force(tmp_path, n_near, monkeypatch):
-    """Also where the sample that sets the bar misleads: the nearest rows stand where it does not look."""
-    data = T.unit_rows(vectors(20_000, 24, 0))
-    queries = T.unit_rows(vectors(50, 24, 1))
-    data[1:2 * n_near:2] = T.unit_rows(queries[:1] + 0.1 * vectors(n_near, 24, 2))
+@pytest.mark.parametrize("case", ["plain", "misleading", "opposite", "float16"])
+def test_bf16_scan_finds_the_same_rows_as_brute_force(tmp_path, case, monkeypatch):
+    """Also where the sample that sets the bar misleads, for the nearest rows stand where it does not look; and where all cosines are negative."""
+    data, queries = vectors(20_000, 24, 0), T.unit_rows(vectors(50, 24, 1))
+    if case == "misleading":
+        data[1:600:2] = queries[:1] + 0.1 * vectors(300, 24, 2)
+    if case == "opposite":
+        data, queries = data + 4, T.unit_rows(queries - 1)
+    data = (3 * data).astype(np.float16) if case == "float16" else T.unit_rows(data)
     np.savez(tmp_path / "bank.npz", vectors=data)
     monkeypatch.setattr(T, "CHUNK", 1000)
+    monkeypatch.setattr(T, "SCAN", 3001)                                  # a block that 16 does not divide, too
     _, cfg, run = setup(tmp_path / "..", M=10)
     bank, run.folder = T.Bank(tmp_path / "bank.npz"), tmp_path
-    scores = queries.astype(np.float64) @ data.astype(np.float64).T
+    scores = queries.astype(np.float64) @ T.unit_rows(data).astype(np.float64).T
+    assert (scores.max() < 0) == (case == "opposite")
     expected = np.argsort(-scores, 1)[:, :30]
     found, backend = search(queries, 30, bank, dataclasses.replace(cfg, search="bf16"), run)
     assert backend == "bf16" and (found == expected).mean() > 0.999
