@@ -82,6 +82,7 @@ class Config:
     pool: str = flag("model", "mean", "how the states become one vector", choices=("mean", "last"))
     residual: str = flag("model", "learned", "weighted context added to the projection: fixed, or learned from there; none = off", choices=("exp", "learned", "none"))
     residual_decay: float = flag("model", 0.5, "weight of a context vector relative to the one after it, at the start; 1 = no decay")
+    encoder_share: float = flag("model", 0.6, "how much of the recurrent encoder is added to a residual once trained, to judge and to mine; 1 = all of it")
 
     epochs: int = flag("training", 0, "passes over the training pairs; 0 = three, or more where pairs are few, for 150 updates", 0)
     bs: int = flag("training", 32, "pairs encoded at a time (on the CPU as many as is fast: the gradient is the same)", 1)
@@ -158,7 +159,7 @@ def make_config(given):
     for f in FIELDS:
         low, value = f.metadata["low"], getattr(cfg, f.name)
         require(low is None or value >= low, f"{option(f.name)} is {value}, expected at least {low}")
-    for name, high in (("lr", 1e3), ("tau", 1e3), ("residual_decay", 1), ("filter_threshold", 1)):
+    for name, high in (("lr", 1e3), ("tau", 1e3), ("residual_decay", 1), ("encoder_share", 1), ("filter_threshold", 1)):
         require(0 < getattr(cfg, name) <= high, f"{option(name)} is {getattr(cfg, name)}, expected above 0 and at most {high:g}")
     require(cfg.lr_min <= cfg.lr, f"--lr-min {cfg.lr_min:g} is above --lr {cfg.lr:g}")
     parse_schedule(cfg.mine_schedule, cfg.epochs)
@@ -695,11 +696,13 @@ class BothWays(torch.autograd.Function):
         return d_x, None, d_in, d_state, d_bias[:, :3 * H], d_bias[:, H:]
 
 class QueryTower(nn.Module):
-    """Bidirectional recurrent encoder of up to L vectors; with a residual it starts as the weighted context, exactly."""
+    """Bidirectional recurrent encoder of up to L vectors; with a residual it starts as the weighted context, exactly, and in eval() a share of
+    the encoder is left out: what it learns holds less for unseen documents than for those it was trained on."""
 
     def __init__(self, D, L, cfg, dtype=None):
         super().__init__()
-        self.pool, self.residual, self.dtype = cfg.pool, cfg.residual, dtype           # of the recurrence; None = as the weights
+        self.pool, self.residual, self.share = cfg.pool, cfg.residual, cfg.encoder_share
+        self.dtype = dtype                                                # of the recurrence; None = as the weights
         cell, H = {"gru": nn.GRU, "lstm": nn.LSTM}[cfg.cell], cfg.hidden_dim
         sizes = [D] + [2 * H] * (cfg.num_layers - 1)
         self.ahead = nn.ModuleList(cell(size, H, batch_first=True) for size in sizes)
@@ -747,6 +750,8 @@ class QueryTower(nn.Module):
         with torch.autocast(x.device.type, self.dtype, enabled=self.dtype is not None and not fast):
             pooled = (self.recur_both_ways if fast else self.recur)(x, (~valid).sum(1)).to(x.dtype)
         q = self.project(pooled)                                          # (B, D)
+        if self.residual != "none" and not self.training:
+            q = self.share * q
         if self.residual == "exp":
             q = q + weighted_context(x, valid, self.weights)
         elif self.residual == "learned":
@@ -894,6 +899,7 @@ def load_batches(split, micro_batches, workers):
 @torch.no_grad()
 def encode(tower, split, idx, run):
     """Queries of the pairs idx, block by block (b, D)."""
+    tower.eval()
     for x in load_batches(split, [idx[a:b] for a, b in spans(len(idx), 128)], 0):
         run.tick("encode")
         yield tower(x.to(run.device)).cpu().numpy()
@@ -1360,6 +1366,7 @@ class Trainer:
         mined = p.mined if p.mined is None else p.mined.numpy()
         negatives = collect_negatives(d, window, self.memory, mined, self.train, cfg, (p.epoch, p.position))
         total, counts = torch.zeros((), device=run.device), {}
+        self.tower.train()
         self.optimizer.zero_grad()
         for a, b in spans(len(window), self.micro):
             run.beat("load")

@@ -98,6 +98,20 @@ def test_residual_tower_starts_as_the_exponential_baseline(decay, residual):
     assert torch.equal(tower(x), torch.nn.functional.normalize(T.weighted_context(aligned, valid, T.decay_weights(decay, 7)), dim=-1))
 
 
+@pytest.mark.parametrize("residual", ["exp", "learned", "none"])
+def test_a_judged_query_has_a_share_of_the_encoder_and_all_of_the_residual(residual):
+    towers = {share: T.QueryTower(8, 12, config(hidden_dim=6, residual=residual, encoder_share=share)) for share in (1.0, 0.25)}
+    torch.nn.init.normal_(towers[1.0].project.weight)
+    towers[0.25].load_state_dict(towers[1.0].state_dict())
+    x = sequences(6, 7, 8, [7, 3, 1, 5, 7, 2])
+    assert torch.equal(towers[0.25](x), towers[1.0](x))                   # in training there is no difference
+    judged = towers[0.25].eval()(x)
+    if residual != "none":
+        towers[1.0].project.weight.data *= 0.25
+        towers[1.0].project.bias.data *= 0.25
+    torch.testing.assert_close(judged, towers[1.0].eval()(x), rtol=1e-5, atol=1e-6)
+
+
 def test_mean_and_last_baselines_are_what_their_names_say():
     x = sequences(3, 4, 5, [4, 2, 1])
     aligned, valid = T.align(x)
