@@ -40,7 +40,7 @@ set_environment() {
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}"
   export MKL_NUM_THREADS="${MKL_NUM_THREADS:-$cores}"
   export OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-$cores}"
-  export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-20000}"            # libgomp: with its long spin, two trainers on two cores stand still
+  export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-3000}"             # libgomp: with its long spin, two trainers on two cores stand still
   export KMP_DUPLICATE_LIB_OK=TRUE PYTHONUNBUFFERED=1
   if [ "$(ulimit -n)" != unlimited ] && [ "$(ulimit -n)" -lt 4096 ]; then
     ulimit -n 4096 2>/dev/null || echo "set-up: the descriptor limit stays at $(ulimit -n); --workers may need more" >&2

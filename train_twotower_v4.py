@@ -545,7 +545,7 @@ def end_without_torch():
         sys.exit(2)
 
 if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")         # libgomp: with its long spin, two trainers on two cores stand still
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")          # libgomp: with its long spin, two trainers on two cores stand still
     end_without_torch()
 
 # -----------------------------------------------------------------------------

@@ -20,8 +20,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-ROWS = ["default", "--pool mean --residual none --bank-negatives 0 --lr 5e-5", "--residual none", "--residual exp", "--memory-bank-size 0", "--bank-negatives 0",
-        "--tau 0.03", "--tau 0.1", "--lr 5e-4", "--lr 2e-3", "--pool last", "--hidden-dim 256", "--mine-schedule 1-1:none;2-:8@r10-100"]
+ROWS = ["default", "--pool mean --residual none --bank-negatives 0 --lr 5e-5", "--residual none", "--residual exp", "--encoder-share 1", "--memory-bank-size 0",
+        "--bank-negatives 0", "--tau 0.03", "--tau 0.1", "--lr 5e-4", "--lr 2e-3", "--pool last", "--hidden-dim 256", "--mine-schedule 1-1:none;2-:8@r10-100"]
 
 
 def hold_out_documents(pairs, out, share=0.15, most=2000):

@@ -43,7 +43,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import check_crash_cause as check  # noqa: E402
 
-OURS = {"GOMP_SPINCOUNT": "20000", "KMP_DUPLICATE_LIB_OK": "TRUE"}          # what the launchers set besides threads
+OURS = {"GOMP_SPINCOUNT": "3000", "KMP_DUPLICATE_LIB_OK": "TRUE"}          # what the launchers set besides threads
 WINDOW = 512                                                 # pairs of an optimizer step: 32 x 16, 8 x 64
 FULL = {"L": 100, "D": 768, "H": 512, "memory": 50_000, "step_pairs": 2_048, "step_bank": 60_000, "mm": 4_096, "turns": 3, "steps": 3,
         "pairs": 35_901, "val": 2_000, "bank": 771_115, "start_turns": 3, "search_turns": 3, "mine_queries": 2_048, "eval_queries": 2_000,
