@@ -565,7 +565,7 @@ def keep_freed_memory():
         libc.mallopt(-1, 2 ** 31 - 1)                        # M_TRIM_THRESHOLD
 
 def give_back_memory():
-    """What was freed and kept, to the kernel: between two phases that need memory of different sizes."""
+    """What was freed and kept, to the kernel: between phases that need other sizes, and now and then while the memory bank grows."""
     Buffers.free.clear()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -1383,6 +1383,8 @@ class Trainer:
         run.beat("step")
         self.optimizer.step()
         self.memory.push(d, torch.from_numpy(window).to(run.device))
+        if p.updates % 16 == 15:
+            give_back_memory()
         p.updates, p.bad_in_row, p.loss_sum, p.loss_pairs = p.updates + 1, 0, p.loss_sum + total, p.loss_pairs + len(window)
         p.counts = {name: [int(x) + y for x, y in zip(new, p.counts.get(name, (0, 0)))] for name, new in counts.items()}
         self.tell_step(total / len(window), grad_norm, rate, time.time() - started, len(window))
