@@ -546,6 +546,7 @@ def end_without_torch():
 
 if __name__ == "__main__":
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")          # libgomp: with its long spin, two trainers on two cores stand still
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")       # code for each new shape: a growing memory bank has hundreds
     end_without_torch()
 
 # -----------------------------------------------------------------------------
@@ -905,7 +906,7 @@ def encode(tower, split, idx, run):
         yield tower(x.to(run.device)).cpu().numpy()
 
 BF16_ERROR = 2 ** -8 + 2 ** -9                              # of a cosine: both vectors rounded, then the result
-SCAN = 8192                                                 # bank rows of one multiplication
+SCAN = 8192                                                 # bank rows of one multiplication, and queries of one pass over the bank
 
 def as_tensor(mapped):
     """A mapped array as a tensor, without a copy; only to be read."""
@@ -940,7 +941,8 @@ def scan_search(queries, vectors, k, run):
     sample = torch.cat([v.clone() for _, _, v, _ in unit_blocks(vectors[::every], CHUNK, run.device, torch.bfloat16)])
     share = k * len(sample) / M
     rank = k if every == 1 else min(len(sample), int(1.2 * share + 3 * share ** 0.5 + 3))
-    for first, last in spans(len(queries), CHUNK):
+    for first, last in spans(len(queries), SCAN):
+        give_back_memory()
         q = torch.from_numpy(np.array(queries[first:last])).to(run.device)
         parts, norms = list(spans(last - first, 2048)), torch.empty(M)
         half, bars, found = q.to(torch.bfloat16), [], [[] for _ in parts]
@@ -957,6 +959,7 @@ def scan_search(queries, vectors, k, run):
                 hits.append((owners.to(torch.int16).cpu(), (rows + c).to(torch.int32).cpu(), reached.cpu()))
         for (a, b), bar, hits in zip(parts, bars, found):
             owners, rows, reached = (torch.cat(x) for x in zip(*hits))
+            hits.clear()
             order = torch.from_numpy(np.argsort(owners.numpy(), kind="stable"))
             owners, count = owners[order].long(), torch.bincount(owners.long(), minlength=b - a)
             place = torch.arange(len(owners)) - (count.cumsum(0) - count)[owners]
